@@ -367,8 +367,8 @@ def _engine_answered(reader: Reader, event: EngineAnswered) -> ReaderStep:
     if event.error is not None:
         return _abort(replace(reader, engine_asked=False), event.error)
     # A source that was asked knows.
-    told = () if reader.state is ReaderState.COMMITTING else (TellSource(committed=True),)
-    return ReaderStep(replace(reader, state=ReaderState.COMMITTED, engine_asked=False), told)
+    actions = () if reader.state is ReaderState.COMMITTING else (TellSource(committed=True),)
+    return ReaderStep(replace(reader, state=ReaderState.COMMITTED, engine_asked=False), actions)
 
 
 def _start_more(reader: Reader) -> ReaderStep:

@@ -88,7 +88,7 @@ class Embedder:
             self._engine.cancel(embedding.seq_id)
 
 
-def told(vector: npt.NDArray[np.float32], params: PoolingParams) -> bytes:
+def encode_vector(vector: npt.NDArray[np.float32], params: PoolingParams) -> bytes:
     """Returns what is asked of a vector, as little-endian float32. One of zeros has no length and stays."""
     cut = vector[: params.dimensions or None]
     length = float(np.linalg.norm(cut.astype(np.float64))) if params.normalize else 0.0

@@ -29,7 +29,7 @@ import grpc.aio
 from kv_transfer.lease import Abort, Commit, FetchProgress
 from kv_transfer.telemetry import TransferSpans
 from kv_transfer.ticket import ProbePass, Ticket, layout_to_proto
-from prefill_worker.embeddings import Embedder, Embedding, told
+from prefill_worker.embeddings import Embedder, Embedding, encode_vector
 from prefill_worker.hand_over import MAX_LIFE_S, HandOvers
 from prefill_worker.publisher import HandOver
 from twostep.engine.types import EngineRequest
@@ -112,9 +112,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     vector = await embedding.pooled
                 finally:
                     if span is not None:
-                        _tell(embedding, span)
+                        _end_span(embedding, span)
             pooled = prefill_pb2.PooledStates(
-                values=told(vector, params),
+                values=encode_vector(vector, params),
                 cached_tokens=embedding.num_cached_tokens,
                 queue_s=embedding.queue_s,
                 prefill_s=embedding.prefill_s,
@@ -253,14 +253,14 @@ class HandOverSpans:
         """The call is over; its publisher may still be on its way out."""
         if span.recording:
             span.set({"twostep.lease": hand_over.lease.state.name.lower()})
-        _tell(hand_over, span)
+        _end_span(hand_over, span)
         if hand_over.publisher is not None and not hand_over.publisher.done():
             hand_over.publisher.add_done_callback(lambda _: self.transfers.close(hand_over.seq_id))
         else:
             self.transfers.close(hand_over.seq_id)
 
 
-def _tell(work: _Computed, span: Span) -> None:
+def _end_span(work: _Computed, span: Span) -> None:
     request_id, _, attempt = work.request.seq_id.rpartition("/")
     if span.recording:
         found: dict[str, str | int | float | bool] = {

@@ -69,10 +69,10 @@ class ContextExceeded(InvalidRequest):
         self.prompt_tokens, self.max_tokens, self.max_model_len = prompt_tokens, max_tokens, max_model_len
 
     @classmethod
-    def of(cls, told: str, advice: str, *, max_model_len: int, prompt_tokens: int, max_tokens: int | None = None) -> ContextExceeded:
+    def of(cls, what: str, advice: str, *, max_model_len: int, prompt_tokens: int, max_tokens: int | None = None) -> ContextExceeded:
         """Says it in words that clients look for: "maximum context length" (LiteLLM), "prompt is too long" (LangChain)."""
         kind = "" if max_tokens else "the prompt is too long: "
-        message = f"This model's maximum context length is {max_model_len} tokens, and {kind}{told}; {advice}"
+        message = f"This model's maximum context length is {max_model_len} tokens, and {kind}{what}; {advice}"
         return cls(message, prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=max_model_len)
 
 

@@ -243,15 +243,15 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
 
     async def Neighbour(self, request: kv_pb2.AgentNeighbourRequest, context: Any) -> kv_pb2.AgentNeighbourResponse:
         """Asks another agent, which may be of a version that knows no such question."""
-        told: list[Any] = []
+        found: list[Any] = []
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(request.timeout_s):
                     peer = await self._peer(request.endpoint)
-                    told = await peer.neighbour.remote() if hasattr(peer, "neighbour") else []
+                    found = await peer.neighbour.remote() if hasattr(peer, "neighbour") else []
         except Exception as error:  # as in Hold
             raise _source_lost(request.endpoint, error) from error
-        return kv_pb2.AgentNeighbourResponse(socket=told[0], identity=told[1]) if told else kv_pb2.AgentNeighbourResponse()
+        return kv_pb2.AgentNeighbourResponse(socket=found[0], identity=found[1]) if found else kv_pb2.AgentNeighbourResponse()
 
     async def _look_for_store(self) -> StoreFile | None:
         if self._store is None:

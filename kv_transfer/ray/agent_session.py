@@ -434,12 +434,14 @@ class AgentSession:
         request = kv_pb2.AgentNeighbourRequest(endpoint=endpoint, timeout_s=_MEET_S)
         timeout_s = _MEET_S + _GRACE_S
         try:
-            told: kv_pb2.AgentNeighbourResponse = await self._call(lambda: self._stub.Neighbour(request, timeout=timeout_s), counts=False)
+            neighbour: kv_pb2.AgentNeighbourResponse = await self._call(
+                lambda: self._stub.Neighbour(request, timeout=timeout_s), counts=False
+            )
         except TwostepError as error:
             log.debug("%s is asked through Ray: %s", endpoint, error.message)
             return
-        if told.socket and self._store is not None and told.identity == self._store_identity:
-            near.channel = grpc.aio.insecure_channel(f"unix:{told.socket}")
+        if neighbour.socket and self._store is not None and neighbour.identity == self._store_identity:
+            near.channel = grpc.aio.insecure_channel(f"unix:{neighbour.socket}")
             near.stub = kv_pb2_grpc.KvAgentStub(near.channel)
 
     async def drop(self, lease_id: str) -> None:
@@ -497,16 +499,16 @@ class AgentSession:
     async def _map_store(self, pin: Pin | None, *, on_gpu: bool) -> None:
         request = kv_pb2.AgentStoreRequest(num_bytes=_PINNED_STORE_BYTES if on_gpu else _WHOLE_STORE, take_memory=on_gpu)
         try:
-            told: kv_pb2.AgentStoreResponse = await self._call(lambda: self._stub.Store(request, timeout=_STORE_S), counts=False)
-            if not told.path:
+            reply: kv_pb2.AgentStoreResponse = await self._call(lambda: self._stub.Store(request, timeout=_STORE_S), counts=False)
+            if not reply.path:
                 raise OSError("its raylet does not show it; give worker and node one process namespace and one user")
-            store = SharedMemory.open(Path(told.path), num_bytes=told.num_bytes, identity=told.identity)
+            store = SharedMemory.open(Path(reply.path), num_bytes=reply.num_bytes, identity=reply.identity)
         except (TwostepError, OSError) as error:
             log.warning("the object store is not mapped, so that KV is copied once more on its way: %s", error)
             return
         if pin is not None:
             await self._pin(store, "the object store", pin)
-        self._store, self._store_identity = store, told.identity
+        self._store, self._store_identity = store, reply.identity
 
     async def pin_ring(self, pin: Pin) -> None:
         await self._pin(self._ring, "the KV agent's ring", pin)

@@ -224,15 +224,15 @@ class Account:
     def headers(self) -> dict[str, str]:
         """OpenAI's x-ratelimit-* of those limits that there are, and the same for the day."""
         now = self._monotonic()
-        told: dict[str, str] = {}
+        headers: dict[str, str] = {}
         for name, limit in (("requests", self._requests), ("tokens", self._tokens), ("tokens-day", self._day)):
             if limit.amount:
-                told |= {
+                headers |= {
                     f"x-ratelimit-limit-{name}": str(limit.amount),
                     f"x-ratelimit-remaining-{name}": str(max(0, math.floor(limit.left(now) + 1e-6))),
                     f"x-ratelimit-reset-{name}": duration(limit.wait_s(limit.amount, now)),
                 }
-        return told
+        return headers
 
 
 def _check(limits: Mapping[str, Bucket | Day], wanted: int, now: float, what: str) -> None:

@@ -54,13 +54,13 @@ class Access:
         Raises Unauthenticated."""
         if self._source is None:
             return Identity(tenant=tenant, address=address)
-        scheme, _, told = (authorization or "").strip().partition(" ")
-        told = told.strip()
-        if not told or scheme.lower() != "bearer":
+        scheme, _, given = (authorization or "").strip().partition(" ")
+        given = given.strip()
+        if not given or scheme.lower() != "bearer":
             raise Unauthenticated(f"no API key was given; {_HOW}")
-        if same_key(told, self._system):
+        if same_key(given, self._system):
             return Identity(tenant=tenant, address=address)
-        key = self._table.find(told)
+        key = self._table.find(given)
         if key is None:
             raise Unauthenticated("this API key is not known here: it was mistyped or revoked; " + _HOW)
         return self._identity(key, tenant)

@@ -33,8 +33,8 @@ class AnswerRecord:
 
 def encode(entry: AnswerRecord) -> bytes:
     assert b"\n" not in entry.payload, "an answer is one line"
-    told = json.dumps({"id": entry.custom_id, "ok": entry.ok, "usage": entry.usage}).encode("ascii")
-    rest = told + b"\t" + entry.payload
+    head = json.dumps({"id": entry.custom_id, "ok": entry.ok, "usage": entry.usage}).encode("ascii")
+    rest = head + b"\t" + entry.payload
     return b"%08x %b\n" % (zlib.crc32(rest), rest)
 
 
@@ -45,9 +45,9 @@ def decode(line: bytes) -> AnswerRecord | None:
     rest = line[9:-1]
     if b"%08x" % zlib.crc32(rest) != line[:8]:
         return None
-    told, _, payload = rest.partition(b"\t")
+    head, _, payload = rest.partition(b"\t")
     try:
-        known = json.loads(told)
+        known = json.loads(head)
         given, cached, made, reasoned = (int(each) for each in known["usage"])
         return AnswerRecord(str(known["id"]), bool(known["ok"]), (given, cached, made, reasoned), payload)
     except (ValueError, TypeError, KeyError, RecursionError):

@@ -53,21 +53,21 @@ def parse_line(raw: bytes, number: int, *, endpoint: str, max_bytes: int) -> Lin
     if size.values > _MAX_VALUES:
         return wrong("too_many_values", f"there are more than {_MAX_VALUES} values in the line; send less in one request")
     try:
-        told = json.loads(raw)
+        line = json.loads(raw)
     except (ValueError, RecursionError):
         return wrong("invalid_json_line", "the line is not a JSON object; write one request a line, without line ends in it")
-    if not isinstance(told, dict):
-        return wrong("invalid_json_line", f"the line is a JSON {type(told).__name__}; write an object with custom_id, method, url and body")
-    custom_id = told.get("custom_id")
+    if not isinstance(line, dict):
+        return wrong("invalid_json_line", f"the line is a JSON {type(line).__name__}; write an object with custom_id, method, url and body")
+    custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS:
         return wrong(
             "invalid_custom_id", f"custom_id is not a string of 1 to {MAX_CUSTOM_ID_CHARS} characters; give each line one", "custom_id"
         )
-    if told.get("method") != "POST":
+    if line.get("method") != "POST":
         return wrong("invalid_method", "method is not POST; requests of batches are", "method")
-    if told.get("url") != endpoint:
+    if line.get("url") != endpoint:
         return wrong("invalid_url", f"url is not {endpoint}, which is the batch's endpoint; give a batch for each endpoint", "url")
-    body = told.get("body")
+    body = line.get("body")
     if not isinstance(body, dict):
         return wrong("invalid_body", "body is not an object; give the fields of the request", "body")
     return LineRequest(custom_id, body)
@@ -99,5 +99,5 @@ def unanswered(request_id: str, custom_id: str, code: str, message: str) -> byte
 
 
 def _line(request_id: str, custom_id: str, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> bytes:
-    told = {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": error}
-    return json.dumps(told, separators=(",", ":")).encode("ascii")
+    fields = {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(fields, separators=(",", ":")).encode("ascii")

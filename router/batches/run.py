@@ -214,14 +214,14 @@ class BatchRun:
 
     async def _watch(self) -> BatchStatus:
         """Returns why to stop. Raises LeaseLost."""
-        told = self._tally
+        noted = self._tally
         while True:
             await asyncio.sleep(self._look_s)
             end = await self._why_end()
             if end is not None:
                 return end
-            if self._tally != told:
-                told = self._tally
+            if self._tally != noted:
+                noted = self._tally
                 await self._become(BatchStatus.IN_PROGRESS)
 
     async def _why_end(self) -> BatchStatus | None:

@@ -88,8 +88,8 @@ class GrpcCaller:
         await self.write(inference_pb2.GenerateResponse(prompt_logprobs=part))
 
     async def begin(self, request_id: str, seed: int) -> None:
-        told = (("x-request-id", request_id), ("x-twostep-seed", str(seed)), (API_LEVEL_HEADER, str(API_LEVEL)))
-        await self._context.send_initial_metadata(told)
+        metadata = (("x-request-id", request_id), ("x-twostep-seed", str(seed)), (API_LEVEL_HEADER, str(API_LEVEL)))
+        await self._context.send_initial_metadata(metadata)
 
 
 class StatusService(status_pb2_grpc.StatusServicer):

@@ -80,8 +80,8 @@ def make_admin_app(administration: Administration, origins: Origins) -> web.Appl
 
 @web.middleware
 async def _let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
-    scheme, _, told = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not same_key(told.strip(), request.app[ADMINISTRATION].key):
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not same_key(key.strip(), request.app[ADMINISTRATION].key):
         raise Unauthenticated(
             "this port wants the admin key as `authorization: Bearer KEY`: what stands in the router's --admin-key-file, or where it has "
             "none, what follows from the deployment's secret; `twostep keys` sends it when it is given --admin-key-file or --secret-file"
@@ -97,23 +97,23 @@ async def _let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @routes.get("/admin/keys")
 async def list_keys(request: web.Request) -> web.Response:
-    return web.json_response({"object": "list", "data": [_told(each) for each in request.app[ADMINISTRATION].access.accounts()]})
+    return web.json_response({"object": "list", "data": [_account_fields(each) for each in request.app[ADMINISTRATION].access.accounts()]})
 
 
 @routes.post("/admin/keys")
 async def create_key(request: web.Request) -> web.Response:
     access = request.app[ADMINISTRATION].access
     wanted = await _object(request)
-    told, made = make_key()
+    secret_key, made = make_key()
     key = _changed(made, wanted)
     await access.put(key)
     log.info("API key %s was made", key.id)
-    return web.json_response({"key": told, **key.to_dict()}, status=201)
+    return web.json_response({"key": secret_key, **key.to_dict()}, status=201)
 
 
 @routes.get("/admin/keys/{id}")
 async def get_key(request: web.Request) -> web.Response:
-    return web.json_response(_told(_account(request)))
+    return web.json_response(_account_fields(_account(request)))
 
 
 @routes.patch("/admin/keys/{id}")
@@ -122,7 +122,7 @@ async def change_key(request: web.Request) -> web.Response:
     key = _changed(_account(request).key, wanted)
     await request.app[ADMINISTRATION].access.put(key)
     log.info("API key %s was changed: %s", key.id, ", ".join(sorted(wanted)))
-    return web.json_response(_told(_account(request)))
+    return web.json_response(_account_fields(_account(request)))
 
 
 @routes.delete("/admin/keys/{id}")
@@ -144,7 +144,7 @@ def _changed(key: Key, wanted: dict[str, Any]) -> Key:
     return Key.from_dict(json.loads(key.to_json()) | wanted)
 
 
-def _told(account: Account) -> dict[str, Any]:
+def _account_fields(account: Account) -> dict[str, Any]:
     return {**account.key.to_dict(), "usage": account.usage()}
 
 
@@ -173,8 +173,8 @@ async def set_role(request: web.Request) -> web.Response:
     log.info("worker %s is asked to take the %s role", worker_id, role)
     async with channel_to_worker(address, administration.secret, caller="admin port", tls=administration.tls) as channel:
         change = await switch_role(channel, administration.secret, role=role, drain_timeout_s=float(drain_s))
-    told = {"worker_id": worker_id, "role": change.role, "epoch": change.epoch, "drain_s": change.drain_s, "switch_s": change.switch_s}
-    return web.json_response(told)
+    fields = {"worker_id": worker_id, "role": change.role, "epoch": change.epoch, "drain_s": change.drain_s, "switch_s": change.switch_s}
+    return web.json_response(fields)
 
 
 @routes.get("/admin/log-level")

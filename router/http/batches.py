@@ -174,18 +174,18 @@ def owner(request: web.Request) -> str:
 
 def query_of(kind: type[AnyQuery], request: web.Request) -> AnyQuery:
     """Raises HttpError 400. Of what is said twice, the first counts."""
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for name in kind.model_fields:
         value = request.query.get(name)
         if value is not None:
-            told[name] = int(value) if name == "limit" and value.isascii() and value.isdigit() and len(value) < 10 else value
-    return parse_body(kind, json.dumps(told).encode())
+            given[name] = int(value) if name == "limit" and value.isascii() and value.isdigit() and len(value) < 10 else value
+    return parse_body(kind, json.dumps(given).encode())
 
 
 async def listed(request: web.Request, data: Sequence[Mapping[str, Any]], *, has_more: bool) -> web.StreamResponse:
     ids = [data[0]["id"], data[-1]["id"]] if data else [None, None]
-    told = {"object": "list", "data": small(iter(data)), "first_id": ids[0], "last_id": ids[1], "has_more": has_more}
-    return await request.app[ENCODER].respond(request, WholeAnswer({}, _LISTED_BYTES * len(data), json_pieces(told)))
+    body = {"object": "list", "data": small(iter(data)), "first_id": ids[0], "last_id": ids[1], "has_more": has_more}
+    return await request.app[ENCODER].respond(request, WholeAnswer({}, _LISTED_BYTES * len(data), json_pieces(body)))
 
 
 # ---- what batches ask ----------------------------------------------------------------------------------------------------------
@@ -274,8 +274,8 @@ class _Form:
         """Raises HttpError 400. How many seconds the file is kept, if the client says so."""
         purpose = self.fields.get("purpose")
         if purpose != "batch":
-            told = "is missing" if purpose is None else f"is {purpose[:40]!r}"
-            raise HttpError(400, f"purpose {told}; files are for batches here: give batch", param="purpose")
+            problem = "is missing" if purpose is None else f"is {purpose[:40]!r}"
+            raise HttpError(400, f"purpose {problem}; files are for batches here: give batch", param="purpose")
         if self.num_bytes < 0:
             raise HttpError(400, "file is missing; send the content as a part with a filename", param="file")
         if self.num_bytes == 0:

@@ -236,8 +236,8 @@ class BlockGeneration(ChatGeneration[AnyChat]):
             answer = self._answer(holding, None)
             await self._ask([answer])
             usage = self.wanted.usage_of_all([answer.finished])
-            told = self.dialect.whole(answer.blocks, answer.finished) | self.wanted.phases_of_all([answer.finished])
-            yield WholeAnswer(usage, answer.num_json_bytes, json_pieces(told))
+            body = self.dialect.whole(answer.blocks, answer.finished) | self.wanted.phases_of_all([answer.finished])
+            yield WholeAnswer(usage, answer.num_json_bytes, json_pieces(body))
 
     async def stream(self, send: Send) -> None:
         if self.dialect.tells_again:

@@ -105,8 +105,8 @@ def _answer(question: bytes) -> tuple[str, Any]:
         checked_size(raw)
         return "read", read(raw)
     except HttpError as error:
-        told = {"status": error.status, "message": error.message, "param": error.param, "code": error.code}
-        return "refused", told
+        fields = {"status": error.status, "message": error.message, "param": error.param, "code": error.code}
+        return "refused", fields
     except InvalidRequest as error:
         return "refused", {"status": 400, "message": error.message}
     except MemoryError:

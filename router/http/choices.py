@@ -164,10 +164,10 @@ class AnswerOptions:
         """`twostep`, if it is asked for: that of the first choice, and in a list those of all if there are several."""
         if not self.phases:
             return {}
-        told = phases_of(ends[0])
+        phases = phases_of(ends[0])
         if len(ends) > 1:
-            told["choices"] = [phases_of(end) for end in ends]
-        return {"twostep": told}
+            phases["choices"] = [phases_of(end) for end in ends]
+        return {"twostep": phases}
 
 
 class Teller(ABC):
@@ -383,8 +383,8 @@ class StreamedChoice:
         if wanted.echoed_logprobs is not None:
             fields["logprobs"] = teller.logprobs.of_prompt(kept, wanted.echoed_logprobs)
         if wanted.prompt_logprobs is not None:
-            told = list(teller.logprobs.prompt_entries(kept, wanted.prompt_logprobs))
-            (beside if teller.prompt_ids_beside else fields)["prompt_logprobs"] = told
+            entries = list(teller.logprobs.prompt_entries(kept, wanted.prompt_logprobs))
+            (beside if teller.prompt_ids_beside else fields)["prompt_logprobs"] = entries
             if wanted.include_usage:
                 beside["usage"] = None
         said = teller.prompt_words() or [teller.silence]

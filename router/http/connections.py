@@ -175,10 +175,10 @@ class HttpConnection(web.RequestHandler):
 def refusal(error: HttpError) -> bytes:
     """A whole answer, after which the connection is closed."""
     status, body, headers = body_of(error)
-    told = json.dumps(body).encode()
+    content = json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} Refused", "Content-Type: application/json", "Server: twostep", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, f"Content-Length: {len(told)}", "", ""]).encode("ascii") + told
+    return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode("ascii") + content
 
 
 _FULL = refusal(

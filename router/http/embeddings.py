@@ -103,7 +103,7 @@ class HttpEmbeddings:
     def _answer(self, vectors: Sequence[Embedded]) -> WholeAnswer:
         num_tokens = sum(each.num_prompt_tokens for each in vectors)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        told: dict[str, Any] = {
+        body: dict[str, Any] = {
             "id": f"embd-{self.name}",
             "object": "list",
             "created": int(time.time()),
@@ -112,7 +112,7 @@ class HttpEmbeddings:
             "usage": usage,
         }
         num_bytes = sum(len(each.values) for each in vectors) // _FLOAT_BYTES * _JSON_FLOAT_BYTES
-        return WholeAnswer(usage, num_bytes, json_pieces(told))
+        return WholeAnswer(usage, num_bytes, json_pieces(body))
 
     def _data(self, vectors: Sequence[Embedded]) -> Iterator[dict[str, Any]]:
         in_base64 = self._body.encoding_format == "base64"

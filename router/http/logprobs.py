@@ -154,15 +154,15 @@ class LogprobsWriter(ABC):
     def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
         """Returns those of its next piece."""
         top = ([(one.token_id, one.logprob) for one in each.top] for each in logprobs)
-        return self._told([Kept(*each) for each in zip(token_ids, (each.logprob for each in logprobs), top, strict=True)], list)
+        return self._as_object([Kept(*each) for each in zip(token_ids, (each.logprob for each in logprobs), top, strict=True)], list)
 
     def of_all(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any] = small) -> dict[str, Any]:
         """Returns those of a whole answer. Its lists are iterators (router/json_pieces.py), or what `listed` makes of these."""
-        return self._told(kept, listed)
+        return self._as_object(kept, listed)
 
     def of_prompt(self, kept: Iterable[Kept], num_top: int) -> dict[str, Any]:
         """Returns those of the prompt's next tokens, before the answer's."""
-        return self._told(list(_cut(kept, num_top)), list)
+        return self._as_object(list(_cut(kept, num_top)), list)
 
     def prompt_entries(self, kept: Iterable[Kept], num_top: int) -> Iterator[dict[str, Any] | None]:
         """Yields the items of `prompt_logprobs`, as vLLM has it: null, then an object for each token, by token id."""
@@ -171,23 +171,23 @@ class LogprobsWriter(ABC):
                 yield None
                 continue
             # The token itself comes first, wherever it is among the likeliest.
-            told = {each.token_id: (each.logprob, each.rank)}
+            entries = {each.token_id: (each.logprob, each.rank)}
             for rank, (token_id, logprob) in enumerate(each.top, 1):
-                told.setdefault(token_id, (logprob, rank))
+                entries.setdefault(token_id, (logprob, rank))
             yield {
                 str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._names.text(token_id)}
-                for token_id, (logprob, rank) in told.items()
+                for token_id, (logprob, rank) in entries.items()
             }
 
     @abstractmethod
-    def _told(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
+    def _as_object(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
         """Reads `kept` once for each list, which `listed` makes of an iterator."""
 
 
 class ChatLogprobsWriter(LogprobsWriter):
     """Writes those of /v1/chat/completions."""
 
-    def _told(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
+    def _as_object(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
         return {"content": listed(self._token(each) for each in kept), "refusal": None}
 
     def _token(self, kept: Kept) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class TextLogprobsWriter(LogprobsWriter):
 
     _offset = 0
 
-    def _told(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
+    def _as_object(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
         return {
             "text_offset": listed(self._offsets(kept)),
             "token_logprobs": listed(None if each.logprob is None else _finite(each.logprob) for each in kept),

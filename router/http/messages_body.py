@@ -61,7 +61,7 @@ def _messages(given: list[AnthropicMessage]) -> bytes:
         if isinstance(message.content, str):
             messages.append(pb.ChatMessage(role=message.role, content=message.content))
             continue
-        told, texts = pb.ChatMessage(role=message.role), list[str]()
+        own, texts = pb.ChatMessage(role=message.role), list[str]()
         for j, block in enumerate(message.content):
             if block.type == "tool_result":
                 result = _text(f"{path}[{j}].content", block.content)
@@ -69,14 +69,14 @@ def _messages(given: list[AnthropicMessage]) -> bytes:
             elif block.type == "tool_use":
                 if not block.name:
                     raise HttpError(400, f"{path}[{j}].name is missing; say which tool was used", param=f"{path}[{j}].name")
-                told.tool_calls.add(id=block.id, name=block.name, arguments=json.dumps(block.input or {}))
+                own.tool_calls.add(id=block.id, name=block.name, arguments=json.dumps(block.input or {}))
             elif block.type == "thinking":
-                told.reasoning += block.thinking or ""
+                own.reasoning += block.thinking or ""
             elif block.type != "redacted_thinking":  # which nobody here can read
                 texts.append(_text_of(f"{path}[{j}]", block))
-        told.content = "\n".join(texts)
-        if texts or told.tool_calls or told.reasoning or not message.content:
-            messages.append(told)
+        own.content = "\n".join(texts)
+        if texts or own.tool_calls or own.reasoning or not message.content:
+            messages.append(own)
     return pb.Chat(messages=messages).SerializeToString()
 
 
@@ -89,8 +89,8 @@ def _text(path: str, content: str | list[ContentBlock] | None) -> str:
 
 def _text_of(path: str, block: ContentBlock) -> str:
     if block.type != "text" or block.text is None:
-        told = f'{path} is of type {block.type!r}; models here read text: send {{"type": "text", "text": ...}}'
-        raise HttpError(400, told, param=f"{path}.type", code="unsupported_parameter")
+        message = f'{path} is of type {block.type!r}; models here read text: send {{"type": "text", "text": ...}}'
+        raise HttpError(400, message, param=f"{path}.type", code="unsupported_parameter")
     return block.text
 
 
@@ -112,10 +112,10 @@ class AnthropicTool(Body):
 def _tools(tools: list[AnthropicTool]) -> list[ToolText]:
     for i, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
-            told = (
+            message = (
                 f"tools[{i}] is of type {tool.type!r}; no tools are run here: send your own with input_schema, and run them where you are"
             )
-            raise HttpError(400, told, param=f"tools[{i}].type", code="unsupported_parameter")
+            raise HttpError(400, message, param=f"tools[{i}].type", code="unsupported_parameter")
     return [tool_text(_function(tool.model_dump(exclude_unset=True))) for tool in tools]
 
 

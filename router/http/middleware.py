@@ -129,8 +129,8 @@ def _opens_page_data(request: web.Request) -> bool:
     """Returns whether the admin key is shown for the page's data; it opens nothing else here."""
     if not request.path.startswith(_CLOSED_FOLDER):
         return False
-    scheme, _, told = request.headers.get("Authorization", "").strip().partition(" ")
-    return scheme.lower() == "bearer" and same_key(told.strip(), request.app[FRONT].admin_key)
+    scheme, _, key = request.headers.get("Authorization", "").strip().partition(" ")
+    return scheme.lower() == "bearer" and same_key(key.strip(), request.app[FRONT].admin_key)
 
 
 def _largest(request: web.Request) -> int:

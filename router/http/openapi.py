@@ -81,15 +81,15 @@ def describe(app: web.Application) -> None:
 
 def document(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
     """OpenAPI 3.1. Routes for every method are none of the API's, but catch what is asked for elsewhere."""
-    told = list(_told(routes))
-    bodies = dict.fromkeys(body for _, _, description in told for body in description.bodies)
-    failures = dict.fromkeys(description.failure for _, _, description in told)
+    described = list(_api_routes(routes))
+    bodies = dict.fromkeys(body for _, _, description in described for body in description.bodies)
+    failures = dict.fromkeys(description.failure for _, _, description in described)
     kinds: list[tuple[type[BaseModel], JsonSchemaMode]] = [(failure, "serialization") for failure in failures]
     kinds += [(body, "validation") for body in bodies]
     names, schemas = models_json_schema(kinds, ref_template=_REF)
     refs = {model: names[model, kind] for model, kind in kinds}
     paths: dict[str, dict[str, Any]] = {}
-    for path, method, description in told:
+    for path, method, description in described:
         paths.setdefault(path, {})[method] = _operation(path, method, description, refs)
     return {
         "openapi": "3.1.0",
@@ -111,7 +111,7 @@ def document(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
     }
 
 
-def _told(routes: Iterable[web.AbstractRoute]) -> Iterator[tuple[str, str, Described]]:
+def _api_routes(routes: Iterable[web.AbstractRoute]) -> Iterator[tuple[str, str, Described]]:
     for route in routes:
         if route.resource is None or route.method in (hdrs.METH_ANY, hdrs.METH_HEAD, hdrs.METH_OPTIONS):
             continue

@@ -41,8 +41,8 @@ class Origins:
         """Raises HttpError 403."""
         given = request.headers.get("Host", "")
         if not is_open(request.path) and not self.known_as(given):
-            told = f"this router is not known as {given[:80]!r}; name it in the router's --allowed-hosts"
-            raise HttpError(403, told, code="host_not_allowed")
+            message = f"this router is not known as {given[:80]!r}; name it in the router's --allowed-hosts"
+            raise HttpError(403, message, code="host_not_allowed")
         if request.method not in _HARMLESS or request.path.startswith(_COSTLY_FOLDER):
             self._check_origin(request)
 
@@ -59,10 +59,10 @@ class Origins:
         if site == "same-origin" or (origin is None and site == "none") or (origin is not None and _same(origin, request)):
             return
         if origin is None:
-            told = "a page of another site may not ask this router, and sends no Origin that --allowed-origins could name"
+            message = "a page of another site may not ask this router, and sends no Origin that --allowed-origins could name"
         else:
-            told = f"pages of {origin[:80]!r} may not ask this router; name it in the router's --allowed-origins"
-        raise HttpError(403, told, code="origin_not_allowed")
+            message = f"pages of {origin[:80]!r} may not ask this router; name it in the router's --allowed-origins"
+        raise HttpError(403, message, code="origin_not_allowed")
 
 
 def _same(origin: str, request: web.Request) -> bool:
@@ -110,7 +110,7 @@ _HEADER_NAMES = re.compile(rf"{_TOKEN}(?:[ \t]*,[ \t]*{_TOKEN})*")
 async def preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Goes around whatever asks for keys: browsers do not show any before they know that they may."""
     asked = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
-    if not asked or _told(request) is None:
+    if not asked or _allowed_origin(request) is None:
         return await handler(request)
     names = request.headers.get("Access-Control-Request-Headers", "")
     headers = {
@@ -129,14 +129,14 @@ async def tell_origin(request: web.Request, response: web.StreamResponse) -> Non
     if allowed and "*" not in allowed:
         # Also where the origin may not ask: a cache must not give the answer to another.
         response.headers.add("Vary", "Origin")
-    origin = _told(request)
+    origin = _allowed_origin(request)
     if origin is not None:
         response.headers["Access-Control-Allow-Origin"] = origin
         shown = [name for name in response.headers if name.lower().startswith("x-") or name.lower() == "retry-after"]
         response.headers["Access-Control-Expose-Headers"] = ", ".join(shown)
 
 
-def _told(request: web.Request) -> str | None:
+def _allowed_origin(request: web.Request) -> str | None:
     """Who may ask, as this request's page is told; None: it may not."""
     origin, allowed = request.headers.get("Origin"), request.app[FRONT].allowed_origins
     if origin is None:

@@ -38,9 +38,9 @@ class ResponsesGeneration(BlockGeneration[ResponsesBody]):
     def __init__(self, front: Front, body: ResponsesBody, call: HttpCall) -> None:
         super().__init__(front, body, call)
         logprobs = None if body.num_logprobs is None else ChatLogprobsWriter(self.names)
-        self.dialect = ResponsesDialect({"id": self.id, **self._told()}, self.id.removeprefix("resp-"), logprobs)
+        self.dialect = ResponsesDialect({"id": self.id, **self._request_fields()}, self.id.removeprefix("resp-"), logprobs)
 
-    def _told(self) -> dict[str, Any]:
+    def _request_fields(self) -> dict[str, Any]:
         """Returns what of the request its answer repeats."""
         body, defaults = self.body, self.front.card.generation
         choice = body.tool_choice or "auto"
@@ -72,8 +72,8 @@ class ResponsesGeneration(BlockGeneration[ResponsesBody]):
         given = self.body.response_format
         if isinstance(given, JsonFormat):
             schema = given.json_schema
-            told = {"description": schema.description, "schema": Json(schema.schema_), "strict": schema.strict is not False}
-            return {"type": given.type, "name": schema.name, **told}
+            schema_fields = {"description": schema.description, "schema": Json(schema.schema_), "strict": schema.strict is not False}
+            return {"type": given.type, "name": schema.name, **schema_fields}
         return {"type": "text"} if given is None else given.model_dump()
 
 
@@ -87,13 +87,13 @@ class ResponsesDialect(Dialect):
 
     ping, tells_again = KEEP_ALIVE, True
 
-    def __init__(self, told: dict[str, Any], name: str, logprobs: ChatLogprobsWriter | None) -> None:
-        """`told`: what the answer says throughout. `name`: its items are called after it. `logprobs` None: none were asked for."""
-        self._response, self._name, self._logprobs = told, name, logprobs
+    def __init__(self, response: dict[str, Any], name: str, logprobs: ChatLogprobsWriter | None) -> None:
+        """`response`: fields that the answer always has. `name`: its items are called after it. `logprobs` None: none were asked for."""
+        self._response, self._name, self._logprobs = response, name, logprobs
         self._numbers = count()
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
-        response = self._told("in_progress")
+        response = self._response_with("in_progress")
         return [self._event("created", response=response), self._event("in_progress", response=response)]
 
     def opened(self, block: Block) -> Iterator[Event]:
@@ -125,11 +125,11 @@ class ResponsesDialect(Dialect):
     def failed(self, error: BaseException) -> Event:
         status, body, _ = body_of(error)
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(status, "server_error")
-        return self._event("failed", response=self._told("failed", error={"code": code, "message": body["error"]["message"]}))
+        return self._event("failed", response=self._response_with("failed", error={"code": code, "message": body["error"]["message"]}))
 
     def whole(self, blocks: Sequence[Block], end: pb.End) -> Event:
         usage, reason = end.usage, _INCOMPLETE.get(finish_of(end))
-        return self._told(
+        return self._response_with(
             "completed" if reason is None else "incomplete",
             incomplete_details=None if reason is None else {"reason": reason},
             output=(self._whole_item(block) for block in blocks),
@@ -142,7 +142,7 @@ class ResponsesDialect(Dialect):
             },
         )
 
-    def _told(self, status: str, **others: Any) -> dict[str, Any]:
+    def _response_with(self, status: str, **others: Any) -> dict[str, Any]:
         nothing = {"error": None, "incomplete_details": None, "output": (), "usage": None}
         return {**self._response, "status": status, **nothing, **others}
 
@@ -161,16 +161,16 @@ class ResponsesDialect(Dialect):
         return self._item(block, "incomplete" if block.cut else "completed", parts)
 
     def _item(self, block: Block, status: str, parts: Sequence[Any]) -> dict[str, Any]:
-        told: dict[str, Any]
+        fields: dict[str, Any]
         match block.kind:
             case Kind.REASONING:
-                told = {"type": "reasoning", "summary": [], "content": parts, "encrypted_content": None}
+                fields = {"type": "reasoning", "summary": [], "content": parts, "encrypted_content": None}
             case Kind.TEXT:
-                told = {"type": "message", "role": "assistant", "content": parts}
+                fields = {"type": "message", "role": "assistant", "content": parts}
             case Kind.CALL:
                 arguments = "" if status == "in_progress" else str(block.text)
-                told = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": arguments}
-        return {"id": self._id(block), **told, "status": status}
+                fields = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": arguments}
+        return {"id": self._id(block), **fields, "status": status}
 
     def _part(self, block: Block, text: str, logprobs: KeptLogprobs) -> dict[str, Any]:
         if block.kind is Kind.REASONING:

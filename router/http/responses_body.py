@@ -112,8 +112,8 @@ def _text(path: str, content: str | list[ItemContentPart] | None) -> str:
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text if part.type in _PARTS else None
         if text is None:
-            told = f'{path}[{i}] is of type {part.type!r}; models here read text: send {{"type": "input_text", "text": ...}}'
-            raise HttpError(400, told, param=f"{path}[{i}].type", code="unsupported_parameter")
+            message = f'{path}[{i}] is of type {part.type!r}; models here read text: send {{"type": "input_text", "text": ...}}'
+            raise HttpError(400, message, param=f"{path}[{i}].type", code="unsupported_parameter")
         texts.append(text)
     return "\n".join(texts)
 
@@ -131,8 +131,8 @@ class FlatTool(Body):
 def _tools(tools: list[FlatTool]) -> list[ToolText]:
     for i, tool in enumerate(tools):
         if tool.type != "function":
-            told = f"tools[{i}] is of type {tool.type!r}; no tools are run here: send functions, and run them where you are"
-            raise HttpError(400, told, param=f"tools[{i}].type", code="unsupported_parameter")
+            message = f"tools[{i}] is of type {tool.type!r}; no tools are run here: send functions, and run them where you are"
+            raise HttpError(400, message, param=f"tools[{i}].type", code="unsupported_parameter")
         if not tool.name:
             raise HttpError(400, f"tools[{i}].name is missing; name the function", param=f"tools[{i}].name")
     return [tool_text(FunctionSpec.model_construct(**tool.model_dump(exclude_unset=True, exclude={"type"}))) for tool in tools]
@@ -172,8 +172,8 @@ class Reasoning(Body):
 
 def _metadata(given: dict[str, Any]) -> str:
     if len(given) > 16 or any(not isinstance(value, str) or len(value) > 512 or len(name) > 64 for name, value in given.items()):
-        told = "metadata is not up to 16 texts of 512 characters by names of 64; shorten it, or leave it out"
-        raise HttpError(400, told, param="metadata")
+        message = "metadata is not up to 16 texts of 512 characters by names of 64; shorten it, or leave it out"
+        raise HttpError(400, message, param="metadata")
     return json.dumps(given)
 
 

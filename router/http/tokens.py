@@ -60,19 +60,19 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
             ids = (await front.inference.tokenize(pb.TokenizeRequest(chat=chat))).token_ids
         elif body.prompt:
             ids = await front.inference.prompts.text_ids(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    told = {"count": len(ids), "max_model_len": front.inference.max_model_len, "tokens": list(ids), "token_strs": None}
+    fields = {"count": len(ids), "max_model_len": front.inference.max_model_len, "tokens": list(ids), "token_strs": None}
     num_bytes = JSON_ID_BYTES * len(ids)
     if body.return_token_strs:
-        told["token_strs"] = small(front.token_bytes.text(token_id) for token_id in ids)
+        fields["token_strs"] = small(front.token_bytes.text(token_id) for token_id in ids)
         num_bytes *= 3
-    return await _told(request, told, num_bytes)
+    return await _respond(request, fields, num_bytes)
 
 
-async def _told(request: web.Request, told: dict[str, Any], num_bytes: int) -> web.StreamResponse:
+async def _respond(request: web.Request, fields: dict[str, Any], num_bytes: int) -> web.StreamResponse:
     """Answers with about so many bytes, which are the caller's until they are read."""
     async with request.app[FRONT].inference.memory.hold(request[IDENTITY].caller) as holding:
         holding.add(num_bytes)
-        return await request.app[ENCODER].respond(request, WholeAnswer({}, num_bytes, json_pieces(told)))
+        return await request.app[ENCODER].respond(request, WholeAnswer({}, num_bytes, json_pieces(fields)))
 
 
 def _tokenize_body(raw: bytes) -> TokenizeChat | TokenizeText:
@@ -104,7 +104,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
         at, wrong = next((i, token_id) for i, token_id in enumerate(body.tokens) if token_id > last)
         raise HttpError(400, f"tokens[{at}] is {wrong}; the vocabulary of this model has ids from 0 to {last}", param=f"tokens[{at}]")
     text = await decoded(front.tokenizer, body.tokens, skip_special_tokens=False)
-    return await _told(request, {"prompt": text}, len(text))
+    return await _respond(request, {"prompt": text}, len(text))
 
 
 async def decoded(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -122,8 +122,8 @@ async def requests(request: web.Request) -> web.Response:
         raise PermissionDenied("requests and tenants are shown to operators alone; give the admin key, which opens --admin-port")
     tenants = front.book.tenants()
     limits = _key_limits(front.access, {each["tenant"] for each in tenants["tenants"]})
-    told = {"trace_url": front.trace_url, **front.book.requests(), **tenants, "keys": limits}
-    response = web.json_response(told, headers=_NEVER_STORED)
+    body = {"trace_url": front.trace_url, **front.book.requests(), **tenants, "keys": limits}
+    response = web.json_response(body, headers=_NEVER_STORED)
     response.enable_compression()
     return response
 
@@ -136,22 +136,22 @@ def _key_limits(access: Access, tenants: Collection[str]) -> dict[str, dict[str,
         most, tenant = account.key.limits.tokens_per_minute, account.key.whose
         if not most:
             unlimited.add(tenant)
-        told = limits.setdefault(tenant, {"used": 0, "limit": 0})
-        told["used"] += account.usage()["tokens_this_minute"]
-        told["limit"] += most
-    return {tenant: told for tenant, told in limits.items() if tenant not in unlimited}
+        sums = limits.setdefault(tenant, {"used": 0, "limit": 0})
+        sums["used"] += account.usage()["tokens_this_minute"]
+        sums["limit"] += most
+    return {tenant: sums for tenant, sums in limits.items() if tenant not in unlimited}
 
 
 @routes.get("/ui/api/events")
 async def events(request: web.Request) -> web.StreamResponse:
-    async with aclosing(request.app[FRONT].board.events()) as told:
+    async with aclosing(request.app[FRONT].board.events()) as listener:
         # One stream too many is refused before anything is sent.
-        first = await anext(told)
+        first = await anext(listener)
         response = web.StreamResponse(headers={**_NEVER_STORED, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
         await response.prepare(request)
         try:
             await response.write(b"data: " + first + b"\n\n")
-            async for event in told:
+            async for event in listener:
                 await response.write(b"data: " + event + b"\n\n")
             await response.write_eof()
         except ConnectionError:

@@ -59,7 +59,7 @@ class Prompt:
     num_added: int = 0
 
     @property
-    def told(self) -> Sequence[int]:
+    def client_ids(self) -> Sequence[int]:
         """Returns the ids that the client is told: sent again, they are the same prompt."""
         return self.ids[: -self.num_added] if self.num_added else self.ids
 
@@ -304,13 +304,13 @@ class PromptReader:
     def _check_length(self, num_chars: int) -> None:
         """Megabytes that can never fit would keep the tokenizer's threads from other requests for seconds."""
         if (least := self._tokenizer.least_tokens(num_chars)) >= (most := self._card.max_model_len):
-            told = f"the prompt has {num_chars} characters, at least {least} tokens"
-            raise ContextExceeded.of(told, "shorten it", max_model_len=most, prompt_tokens=least)
+            what = f"the prompt has {num_chars} characters, at least {least} tokens"
+            raise ContextExceeded.of(what, "shorten it", max_model_len=most, prompt_tokens=least)
 
     def _check_tokens(self, text: str) -> None:
         if self._tokenizer.is_beyond(text, most := self._card.max_model_len):
-            told = f"the prompt has {len(text)} characters, which are more tokens"
-            raise ContextExceeded.of(told, "shorten it", max_model_len=most, prompt_tokens=most + 1)
+            what = f"the prompt has {len(text)} characters, which are more tokens"
+            raise ContextExceeded.of(what, "shorten it", max_model_len=most, prompt_tokens=most + 1)
 
     async def _in_thread_if_long(self, work: Callable[[], T], num_chars: int) -> T:
         if num_chars <= MAX_INLINE_CHARS:
@@ -331,5 +331,5 @@ def _too_long(num_tokens: int, most: int) -> ContextExceeded:
 
 def no_room(num_prompt_tokens: int, max_model_len: int) -> ContextExceeded:
     """Returns what is wrong with a prompt of so many tokens."""
-    told, advice = f"the prompt has {num_prompt_tokens}", "shorten it, leaving one for the answer"
-    return ContextExceeded.of(told, advice, max_model_len=max_model_len, prompt_tokens=num_prompt_tokens)
+    what, advice = f"the prompt has {num_prompt_tokens}", "shorten it, leaving one for the answer"
+    return ContextExceeded.of(what, advice, max_model_len=max_model_len, prompt_tokens=num_prompt_tokens)

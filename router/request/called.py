@@ -36,14 +36,14 @@ class CallTaker:
         if finish is not None and piece.position + len(piece.token_ids) >= self._answer.num_tokens:
             events += self._parser.finish(cut=_was_cut(finish))
         piece.text = ""
-        _tell(piece, events)
+        _add_events(piece, events)
         await self._write(response)
 
     async def end(self, finish: Finish) -> Finish:
         """After the last piece: writes what may still be held back, of an answer that was cut off. Returns how the answer ended."""
         if events := self._parser.finish(cut=_was_cut(finish)):
             response = pb.GenerateResponse(piece=pb.Piece(position=self._answer.num_tokens))
-            _tell(response.piece, events)
+            _add_events(response.piece, events)
             await self._write(response)
         calls = finish.reason == pb.FINISH_REASON_STOP and self._parser.num_calls
         return Finish(pb.FINISH_REASON_TOOL_CALLS, finish.stop_reason) if calls else finish
@@ -54,7 +54,7 @@ def _was_cut(finish: Finish) -> bool:
     return finish.reason != pb.FINISH_REASON_STOP or bool(finish.stop_reason)
 
 
-def _tell(piece: pb.Piece, events: list[Event]) -> None:
+def _add_events(piece: pb.Piece, events: list[Event]) -> None:
     for event in events:
         match event:
             case ContentDelta(text):

@@ -54,10 +54,10 @@ class LongestGaps:
     def longest_s(self) -> float:
         return max((gap_s for gap_s, _, _ in self._kept), default=0.0)
 
-    def keep(self, gap_s: float, told: Callable[[], inference_pb2.Gap]) -> None:
+    def keep(self, gap_s: float, describe: Callable[[], inference_pb2.Gap]) -> None:
         """Takes a gap above `least_s`."""
         self._num_seen += 1
-        entry = (gap_s, self._num_seen, told)
+        entry = (gap_s, self._num_seen, describe)
         if len(self._kept) < self._most:
             heapq.heappush(self._kept, entry)
         else:
@@ -65,9 +65,9 @@ class LongestGaps:
         if len(self._kept) == self._most:
             self.least_s = self._kept[0][0]
 
-    def told(self) -> list[inference_pb2.Gap]:
+    def in_order(self) -> list[inference_pb2.Gap]:
         """Returns them in the order in which they came."""
-        return [told() for _, _, told in sorted(self._kept, key=lambda entry: entry[1])]
+        return [describe() for _, _, describe in sorted(self._kept, key=lambda entry: entry[1])]
 
 
 def gap_between(position: int, gap_s: float, before: StepTimes | None, now: StepTimes | None) -> inference_pb2.Gap:

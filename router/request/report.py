@@ -257,7 +257,7 @@ class RequestReport:
             phases=phases,
             transfer=self.transfer,
             attempts=self.attempts,
-            gaps=self.gaps.told(),
+            gaps=self.gaps.in_order(),
         )
         return self.finished
 

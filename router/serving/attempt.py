@@ -310,8 +310,8 @@ class Attempt:
             at_source = not self._committed and failed.code not in ("RESOURCE_EXHAUSTED", "INTERNAL", "NOT_FOUND")
             link = self._computing if at_source else self._decode
             fail = partial(self._fail, link, failed.code, message, retryable=failed.retryable)
-            told = self._first is not None or self._output.next_position > self._first_position
-            if at_source and self._prefill is not None and not told:
+            answered = self._first is not None or self._output.next_position > self._first_position
+            if at_source and self._prefill is not None and not answered:
                 # A first token that ends the request ends its lease too, and may come after the word of that: then nothing failed.
                 asyncio.get_running_loop().call_later(_SOURCE_SPREADS_S, fail)
             else:

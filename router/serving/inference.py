@@ -93,7 +93,7 @@ class Caller(Asker, Protocol):
         ...
 
     def accepted(self, prompt: Sequence[int]) -> None:
-        """Gets the prompt's token ids, as Prompt.told has them, before the first piece."""
+        """Gets the prompt's token ids, as Prompt.client_ids has them, before the first piece."""
         ...
 
     async def write_prompt(self, part: inference_pb2.PromptLogprobs) -> None:
@@ -268,7 +268,7 @@ class Inference:
             with caller.identity.spending(report.num_prompt_tokens) as spending:
                 report.offered = True
                 self._demand.arrived(job)
-                caller.accepted(prompt.told)
+                caller.accepted(prompt.client_ids)
                 answer = report.answer = prompt.answer(job.sampling)
                 text = await self.prompts.resume(answer, job.resumed, job.sampling)
                 parser, write = prompt.tools.parser(), caller.write
@@ -352,12 +352,12 @@ class Inference:
             async with asyncio.timeout(job.remaining_s()), slot, holding, self._serving(job, entry, output, report):
                 report.waited_s += time.monotonic() - came
                 if job.sampling.prompt_logprobs is not None and len(job.prompt) == 1:
-                    await beginning.told()
+                    await beginning.send()
                     await caller.write_prompt(inference_pb2.PromptLogprobs(position=1))  # there are none, and the client is told
                 while True:
                     batch = await output.take()
-                    if not beginning.is_told:
-                        await beginning.told()
+                    if not beginning.is_sent:
+                        await beginning.send()
                     for part in batch.prompt:
                         await caller.write_prompt(part)
                     if job.prompt_only and batch.tokens:
@@ -464,13 +464,13 @@ class Beginning:
 
     def __init__(self, caller: Caller, request_id: str, seed: int) -> None:
         self._due = asyncio.Event()
-        self._task = asyncio.create_task(self._tell(caller, request_id, seed))
+        self._task = asyncio.create_task(self._send(caller, request_id, seed))
 
     @property
-    def is_told(self) -> bool:
+    def is_sent(self) -> bool:
         return self._task.done()
 
-    async def told(self) -> None:
+    async def send(self) -> None:
         """Raises what sending raises."""
         self._due.set()
         await asyncio.shield(self._task)
@@ -482,7 +482,7 @@ class Beginning:
         if not self._task.cancelled():
             self._task.exception()  # of a client that is gone: the next write fails as well
 
-    async def _tell(self, caller: Caller, request_id: str, seed: int) -> None:
+    async def _send(self, caller: Caller, request_id: str, seed: int) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(_ON_ITS_WAY_S):
                 await self._due.wait()

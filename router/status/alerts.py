@@ -182,9 +182,9 @@ class AlertWatch:
 
     def firing(self, at: float) -> list[status_pb2.Alert]:
         """Returns those that have been true for long enough, in the order of RULES, the critical ones first."""
-        told = []
+        alerts = []
         for rule, subject, text in self._true:
             age_s = at - self._since[rule.name, subject]
             if age_s >= rule.hold_s:
-                told.append(status_pb2.Alert(name=rule.name, severity=rule.severity, text=text, age_s=age_s))
-        return told[:MAX_ALERTS]
+                alerts.append(status_pb2.Alert(name=rule.name, severity=rule.severity, text=text, age_s=age_s))
+        return alerts[:MAX_ALERTS]

@@ -55,10 +55,10 @@ class RequestBook:
         self._counted.pop(id(report), None)
         if report.job is None:
             return
-        told = self._described(report)
-        self._recent.append(told)
+        described = self._described(report)
+        self._recent.append(described)
         if report.request_class is not RequestClass.BATCH:
-            self._note_slow(told)
+            self._note_slow(described)
 
     def tick(self) -> None:
         """Counts the tokens of the second that was: less than a millisecond for a thousand requests."""
@@ -94,7 +94,7 @@ class RequestBook:
         total = sum(weights.values())
         used = self._minute + self._since_tick
         names = {*weights, *used}
-        told: list[dict[str, Any]] = [
+        shown: list[dict[str, Any]] = [
             {
                 "tenant": name,
                 "running": running[name],
@@ -105,24 +105,24 @@ class RequestBook:
             }
             for name in names
         ]
-        busiest = heapq.nlargest(MAX_SHOWN, told, key=lambda each: (each["tokens"], each["running"] + each["waiting"], each["tenant"]))
+        busiest = heapq.nlargest(MAX_SHOWN, shown, key=lambda each: (each["tokens"], each["running"] + each["waiting"], each["tenant"]))
         limits = {"max_inflight": self._quota.max_inflight, "max_waiting": self._quota.max_waiting}
         return {"num_tenants": len(names), "tenants": busiest, **limits}
 
     # ---- the parts ---------------------------------------------------------------------------------------------------------
 
-    def _note_slow(self, told: Described) -> None:
+    def _note_slow(self, described: Described) -> None:
         step = int(self._clock() // _STEP_S)
         if not self._slow or self._slow[-1][0] != step:
             self._slow.append((step, []))
         kept = self._slow[-1][1]
-        kept.append(told)
+        kept.append(described)
         if len(kept) > 2 * MAX_SLOWEST:
             kept[:] = _slowest_of(kept)
 
     def _slowest(self) -> list[Described]:
         oldest = int((self._clock() - SLOWEST_S) // _STEP_S)
-        return _slowest_of(told for step, kept in self._slow if step >= oldest for told in kept)
+        return _slowest_of(described for step, kept in self._slow if step >= oldest for described in kept)
 
     def _count(self, report: RequestReport) -> None:
         if report.job is None:
@@ -170,5 +170,5 @@ def _heard_of(report: RequestReport) -> float:
     return report.started if report.last_token_at is None else report.last_token_at
 
 
-def _slowest_of(told: Iterable[Described]) -> list[Described]:
-    return heapq.nlargest(MAX_SLOWEST, told, key=lambda each: float(each["wait_s"]))
+def _slowest_of(requests: Iterable[Described]) -> list[Described]:
+    return heapq.nlargest(MAX_SLOWEST, requests, key=lambda each: float(each["wait_s"]))

@@ -154,11 +154,11 @@ def sample_before(samples: Sequence[CounterSample], seconds: float) -> CounterSa
 
 def router_load(before: CounterSample, now: CounterSample, state: RouterGauges, work: RoleLoad) -> status_pb2.RouterLoad:
     """Returns what came between two samples, and the `work` that is there now."""
-    told: dict[str, Any] = {f"{name}_per_s": _rate(before, now, name) for name in _RATES}
-    told |= {f"{name}_s": _percentiles(now.times[name].since(before.times[name])) for name in _TIMES}
-    told |= {name: getattr(state, name) for name in ("num_running", "num_waiting", "num_streams")}
-    told |= {"prompt_work_s": work.prefill_s * work.num_prefill, "answer_work_s": work.decode_s * work.num_decode}
-    load = status_pb2.RouterLoad(window_s=now.at - before.at, **told)
+    fields: dict[str, Any] = {f"{name}_per_s": _rate(before, now, name) for name in _RATES}
+    fields |= {f"{name}_s": _percentiles(now.times[name].since(before.times[name])) for name in _TIMES}
+    fields |= {name: getattr(state, name) for name in ("num_running", "num_waiting", "num_streams")}
+    fields |= {"prompt_work_s": work.prefill_s * work.num_prefill, "answer_work_s": work.decode_s * work.num_decode}
+    load = status_pb2.RouterLoad(window_s=now.at - before.at, **fields)
     with_targets = now.slo - before.slo
     if with_targets > 0:
         load.slo_attainment = (now.slo_attained - before.slo_attained) / with_targets
@@ -194,9 +194,9 @@ def _percentiles(buckets: Buckets) -> status_pb2.Percentiles:
 
 def worker_status(record: WorkerRecord) -> status_pb2.WorkerStatus:
     load = record.load
-    told: dict[str, Any] = {name: getattr(record, name) for name in _OF_RECORD} | {name: getattr(load, name) for name in _OF_LOAD}
-    told |= {name: _unsigned(getattr(record, name)) for name in ("num_blocks", "max_num_seqs")}
-    told |= {name: _unsigned(getattr(load, name)) for name in _COUNTS_OF_LOAD}
+    fields: dict[str, Any] = {name: getattr(record, name) for name in _OF_RECORD} | {name: getattr(load, name) for name in _OF_LOAD}
+    fields |= {name: _unsigned(getattr(record, name)) for name in ("num_blocks", "max_num_seqs")}
+    fields |= {name: _unsigned(getattr(load, name)) for name in _COUNTS_OF_LOAD}
     return status_pb2.WorkerStatus(
         num_decoding=_unsigned(load.num_running - load.num_handing_over) if record.takes_over else 0,
         engine_pid=_unsigned(record.engine_pid),
@@ -204,7 +204,7 @@ def worker_status(record: WorkerRecord) -> status_pb2.WorkerStatus:
         num_queued_tokens=_unsigned(load.num_queued_tokens, 64),
         num_context_tokens=_unsigned(load.num_context_tokens, 64),
         gpus=[_gpu_status(gpu) for gpu in load.gpus[:_MAX_GPUS]],
-        **told,
+        **fields,
     )
 
 

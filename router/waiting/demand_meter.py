@@ -104,4 +104,4 @@ class DemandMeter(RedisExchange):
         for window, totals in self.totals(left=self._left).items():
             pipeline.hset(demand_key(window), self._router_id, signed_totals(self._signer, window, self._router_id, totals))
             pipeline.expire(demand_key(window), TTL_S)
-        self._clock.told((await pipeline.execute())[0])
+        self._clock.set((await pipeline.execute())[0])

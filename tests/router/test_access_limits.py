@@ -218,11 +218,11 @@ def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, 
     counted: list[tuple[int, str, str, int]] = []
 
     def exchange(i: int, *, lost: bool) -> None:
-        totals = ledgers[i].untold()
+        totals = ledgers[i].unsent()
         for fields in totals.values():
             store.update({ledgers[i].field(entry).encode(): str(total).encode() for entry, total in fields.items()})
         if not lost:
-            ledgers[i].told(totals)
+            ledgers[i].mark_sent(totals)
             heard[i].extend(ledgers[i].hear(7, store))
 
     for i, key, kind, amount, lost in steps:
@@ -237,7 +237,7 @@ def test_every_ledger_hears_what_the_others_counted_once(steps: list[tuple[int, 
             assert sum(use.amount for use in heard[i] if use.entry == entry) == elsewhere
             everywhere = sum(amount for _, *whose, amount in counted if tuple(whose) == entry)
             assert sum(use.amount for use in ledgers[i].all_of({entry[0]}) if use.entry == entry) == everywhere
-        assert not ledgers[i].untold()
+        assert not ledgers[i].unsent()
 
 
 def test_a_damaged_store_is_passed_over() -> None:
@@ -247,4 +247,4 @@ def test_a_damaged_store_is_passed_over() -> None:
     assert ledger.hear(1, {**fields, b'["x","k","tokens"]': b"2"}) == [Use(1, ("k", "tokens"), 2)], "what is mended counts"
     ledger.count(("k", "tokens"), 1, 5)
     ledger.forget(5)
-    assert not ledger.untold()
+    assert not ledger.unsent()

@@ -60,7 +60,7 @@ def test_the_longest_are_kept(most: int, gaps: list[float]) -> None:
     for position, gap_s in enumerate(gaps):
         if gap_s > kept.least_s:
             kept.keep(gap_s, partial(Gap, position=position))
-    told = [gap.position for gap in kept.told()]
+    told = [gap.position for gap in kept.in_order()]
     assert told == sorted(told)
     assert sorted(gaps[i] for i in told) == sorted((g for g in gaps if g), reverse=True)[:most][::-1]
     assert kept.longest_s == max(gaps, default=0.0)

@@ -95,33 +95,33 @@ class UsageLedger:
     def __init__(self, writer: str, read_entry: Callable[..., Entry], *, max_own: int = _MAX_OWN) -> None:
         self._writer, self._read_entry, self.max_own = writer, read_entry, max_own
         self._own: dict[int, Counter[Entry]] = {}
-        self._untold: dict[int, set[Entry]] = {}
+        self._unsent: dict[int, set[Entry]] = {}
         self._heard: dict[int, dict[bytes, _Heard]] = {}
 
     def count(self, entry: Entry, amount: int, window: int) -> None:
         own = self._own.setdefault(window, Counter())
         if entry in own or len(own) < self.max_own:
             own[entry] += amount
-            self._untold.setdefault(window, set()).add(entry)
+            self._unsent.setdefault(window, set()).add(entry)
 
     def forget(self, window: int) -> None:
         """Drops a window that is not read any more."""
-        for book in (self._own, self._untold, self._heard):
+        for book in (self._own, self._unsent, self._heard):
             book.pop(window, None)
 
     def field(self, entry: Entry) -> str:
         """Returns what this writer's totals of it are called."""
         return json.dumps([self._writer, *entry])
 
-    def untold(self) -> Mapping[int, Mapping[Entry, int]]:
+    def unsent(self) -> Mapping[int, Mapping[Entry, int]]:
         """Returns totals that have changed since they were last written."""
-        return {window: {entry: self._own[window][entry] for entry in entries} for window, entries in self._untold.items() if entries}
+        return {window: {entry: self._own[window][entry] for entry in entries} for window, entries in self._unsent.items() if entries}
 
-    def told(self, totals: Mapping[int, Mapping[Entry, int]]) -> None:
+    def mark_sent(self, totals: Mapping[int, Mapping[Entry, int]]) -> None:
         """Notes that those have arrived."""
         for window, fields in totals.items():
-            untold = self._untold.get(window, set())
-            untold -= {entry for entry, total in fields.items() if self._own[window][entry] == total}
+            unsent = self._unsent.get(window, set())
+            unsent -= {entry for entry, total in fields.items() if self._own[window][entry] == total}
 
     def hear(self, window: int, fields: Mapping[bytes, bytes]) -> list[Use]:
         """Returns what others have counted since the last time. Fields that make no sense are passed over. Most are as they were: those
@@ -197,7 +197,7 @@ class SharedTotals:
             self.count(entry, amount)
         self._undated.clear()
         read_all, self.read_all = self.read_all, True
-        totals, windows = self.ledger.untold(), self._to_read(read_all=read_all)
+        totals, windows = self.ledger.unsent(), self._to_read(read_all=read_all)
         pipeline = redis.pipeline(transaction=False)
         pipeline.time()
         for window, fields in totals.items():
@@ -206,8 +206,8 @@ class SharedTotals:
             pipeline.expire(f"{self._prefix}{window}", int((self._num_windows + 1) * self._window_s))
         read_hashes(pipeline, [f"{self._prefix}{window}" for window in windows], max_fields=self._max_fields)
         replies = await pipeline.execute()
-        self._clock.told(replies[0])
-        self.ledger.told(totals)
+        self._clock.set(replies[0])
+        self.ledger.mark_sent(totals)
         self.read_all = False
         fields_of = zip(windows, hashes_in(replies[-1]), strict=True)
         return self._aged([use for window, fields in fields_of for use in self.ledger.hear(window, fields)])

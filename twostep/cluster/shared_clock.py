@@ -29,7 +29,7 @@ class SharedClock:
         """Seconds since 1970."""
         return self.monotonic() + self._ahead_s
 
-    def told(self, reply: tuple[int, int]) -> None:
+    def set(self, reply: tuple[int, int]) -> None:
         """Sets the clock by Redis's answer to TIME: seconds, and microseconds of one."""
         seconds, micros = reply
         self._ahead_s = seconds + micros / 1e6 - self.monotonic()
@@ -37,4 +37,4 @@ class SharedClock:
 
     async def ask(self, redis: Redis) -> None:
         """Raises RedisError, OSError."""
-        self.told(await redis.time())
+        self.set(await redis.time())

@@ -197,9 +197,9 @@ def admin_key(secret: bytes) -> str:
     return "ts-admin-" + purpose_key(secret, "twostep.admin-key.v1").hex()
 
 
-def same_key(told: str, key: str) -> bool:
+def same_key(given: str, key: str) -> bool:
     """In constant time."""
-    return len(told) <= MAX_KEY_CHARS and hmac.compare_digest(told.encode("utf-8", "surrogatepass"), key.encode())
+    return len(given) <= MAX_KEY_CHARS and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), key.encode())
 
 
 class KeyTable:

@@ -151,14 +151,14 @@ class EngineServer:
 
     async def tell_figures(self) -> None:
         """Never returns."""
-        told, waited_s = -1, FIGURES_LATE_S
+        last_steps, waited_s = -1, FIGURES_LATE_S
         while True:
             steps = self._engine.steps
-            if steps != told or waited_s >= FIGURES_LATE_S / 2:
+            if steps != last_steps or waited_s >= FIGURES_LATE_S / 2:
                 delta = self._engine.take_prefix_delta()
                 changed = delta.added or delta.removed or delta.host_added or delta.host_removed
                 self._link.tell("figures", self._engine.stats(), delta if changed else None)
-                told, waited_s = steps, 0.0
+                last_steps, waited_s = steps, 0.0
             await asyncio.sleep(FIGURES_EVERY_S)
             waited_s += FIGURES_EVERY_S
 

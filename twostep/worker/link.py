@@ -113,7 +113,7 @@ class Link:
 
     def close(self) -> None:
         """The other end sees the end of the file. Idempotent."""
-        self._end(told=False)
+        self._end(report=False)
 
     def tell(self, name: str, *arguments: object) -> None:
         self.send(TELL, pack(name, *arguments))
@@ -224,7 +224,7 @@ class Link:
         except OSError:
             data = b""
         if not data:
-            self._end(told=True)
+            self._end(report=True)
             return
         self._received += data
         self._deliver()
@@ -291,7 +291,7 @@ class Link:
         if task is not None:
             task.cancel()
 
-    def _end(self, *, told: bool) -> None:
+    def _end(self, *, report: bool) -> None:
         with self._room:
             if self.ended:
                 return
@@ -307,5 +307,5 @@ class Link:
             if not each.done():
                 each.set_exception(Unavailable("the engine's process has ended; use another worker"))
                 each.exception()
-        if told:
+        if report:
             self._on_end()
