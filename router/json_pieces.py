@@ -27,8 +27,8 @@ def small(items: Iterator[Any]) -> Iterator[Json]:
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """As json.dumps writes it without spaces. Besides what that takes: arrays of numbers, `Json`, and iterators, which are lists whose
-    items are made one after the other."""
+    """Yields JSON as json.dumps writes it without spaces. Besides what that takes: arrays of numbers, `Json`, and iterators, which are
+    lists whose items are made one after the other."""
     match value:
         case Json():
             yield value

@@ -436,7 +436,7 @@ class Router:
         self.worker_queue.elsewhere(tokens)
 
     def _state(self) -> RouterGauges:
-        """Called from any thread."""
+        """Returns the figures of its metrics. Called from any thread."""
         roles = [record.role for record in self.pool.records() if record.ready and not record.draining]
         return RouterGauges(
             num_running=max(0, self.admission.num_inflight - self.worker_queue.num_queued),

@@ -41,7 +41,7 @@ class Bucket:
         return self.amount - max(0.0, self._full_at - now) * self.amount / MINUTE_S
 
     def wait_s(self, wanted: float, now: float) -> float:
-        """Until it gives so much, 0: now. Infinite for more than it ever holds."""
+        """Returns the seconds until it gives so much, 0: now. Infinite for more than it ever holds."""
         if wanted > self.amount:
             return math.inf
         return max(0.0, max(self._full_at, now) + (wanted - self.amount) * MINUTE_S / self.amount - now)
@@ -68,14 +68,15 @@ class Day:
         self._steps: dict[int, float] = {}
 
     def used(self, now: float) -> float:
-        """In the 24 hours until now, and at most ten minutes before them."""
+        """Returns what was used in the 24 hours until now, and at most ten minutes before them."""
         over = math.floor((now - DAY_S) / STEP_S)
         if any(step < over for step in self._steps):
             self._steps = {step: used for step, used in self._steps.items() if step >= over}
         return sum(self._steps.values())
 
     def take(self, taken: float, at: float) -> None:
-        """A negative amount goes back, and is taken off what was used last until then: nothing is owed to anybody for it later."""
+        """Counts an amount as used. A negative one goes back, and is taken off what was used last until then: nothing is owed to anybody
+        for it later."""
         step = math.floor(at / STEP_S)
         if taken >= 0:
             self._steps[step] = self._steps.get(step, 0.0) + taken
@@ -91,7 +92,7 @@ class Day:
         return self.amount - self.used(now)
 
     def wait_s(self, wanted: float, now: float) -> float:
-        """Until enough of it is a day ago, 0: now. Infinite for more than a day's worth."""
+        """Returns the seconds until enough of what was used is a day ago, 0: now. Infinite for more than a day's worth."""
         if wanted > self.amount:
             return math.inf
         left, then = self.left(now), now
@@ -104,7 +105,7 @@ class Day:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI's x-ratelimit-reset headers write it: 12ms, 1.5s, 6m0s, 2h0m0s."""
+    """Writes seconds as OpenAI's x-ratelimit-reset headers write it: 12ms, 1.5s, 6m0s, 2h0m0s."""
     if seconds <= 0:
         return "0s"
     milliseconds = math.ceil(seconds * 1000)
@@ -145,7 +146,7 @@ class Account:
         self._day = Day(limits.tokens_per_day)
 
     def change(self, key: Key) -> None:
-        """Other limits, with what was used under the old ones."""
+        """Takes other limits, and keeps what was used under the old ones."""
         limits, now = key.limits, self._monotonic()
         self._requests = self._requests.resized(limits.requests_per_minute, now)
         self._tokens = self._tokens.resized(limits.tokens_per_minute, now)
@@ -156,7 +157,7 @@ class Account:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around one call. Raises Refused."""
+        """Counts one call as under way until the context ends. Raises Refused."""
         most = self.key.limits.max_concurrent
         if most and self.num_calls >= most:
             raise Refused(
@@ -177,8 +178,9 @@ class Account:
 
     @contextmanager
     def spending(self, num_prompt: int) -> Iterator[Spending]:
-        """Around one answer. Raises Refused, or InvalidRequest for a prompt that the key's limits never have room for. A `num_prompt` of 0:
-        the prompt was paid for with another answer to it, and an answer is refused only if there is nothing left at all."""
+        """Counts the tokens of one answer, as a context around it. Raises Refused, or InvalidRequest for a prompt that the key's limits
+        never have room for. A `num_prompt` of 0: the prompt was paid for with another answer to it, and an answer is refused only if there
+        is nothing left at all."""
         self.check_tokens(max(1, num_prompt), f"a prompt of {num_prompt} tokens")
         self.take_tokens(num_prompt)
         spending = Spending()
@@ -212,7 +214,7 @@ class Account:
     # ---- what is left ----------------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[str, int]:
-        """For operators. Of the last minute, what has not flown in again."""
+        """Returns what an operator is shown. Of the last minute, it is what has not been refilled yet."""
         now = self._monotonic()
         return {
             "requests_under_way": self.num_calls,
@@ -222,7 +224,7 @@ class Account:
         }
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's x-ratelimit-* of those limits that there are, and the same for the day."""
+        """Returns OpenAI's x-ratelimit-* headers of those limits that there are, and the same for the day."""
         now = self._monotonic()
         headers: dict[str, str] = {}
         for name, limit in (("requests", self._requests), ("tokens", self._tokens), ("tokens-day", self._day)):
@@ -279,12 +281,13 @@ class Identity:
         return "" if self.account is None else self.account.key.id
 
     def again(self) -> Identity:
-        """The same, for a further answer to a prompt."""
+        """Returns the same caller, for a further answer to a prompt."""
         return self if self.prompt_paid or self.account is None else replace(self, prompt_paid=True)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around one call of a client that costs something, whatever number of answers it asks for. Raises Refused."""
+        """Counts one call of a client that costs something as under way, as a context around it, whatever number of answers it asks for.
+        Raises Refused."""
         if self.account is None:
             yield
             return
@@ -292,13 +295,13 @@ class Identity:
             yield
 
     def check_solvent(self) -> None:
-        """Before a prompt is even tokenized. Raises Refused for a key that has no token left."""
+        """Raises Refused for a key that has no token left. Called before a prompt is even tokenized."""
         if self.account is not None:
             self.account.check_tokens(1, "any prompt")
 
     @contextmanager
     def spending(self, num_prompt: int) -> Iterator[Spending]:
-        """Around one answer to a prompt of so many tokens. Raises Refused, InvalidRequest."""
+        """Counts the tokens of one answer to a prompt of so many tokens, as a context around the answer. Raises Refused, InvalidRequest."""
         if self.account is None:
             yield Spending()
             return

@@ -147,7 +147,7 @@ class Access:
                 log.info("%d API keys are known now", len(self._table.by_id))
 
     async def put(self, key: Key) -> None:
-        """Known here at once, and to the others within a second or two. Raises TwostepError."""
+        """Stores a key, new or changed. It is known here at once, and to the others within a second or two. Raises TwostepError."""
         await self._change(lambda source: source.put(key))
 
     async def remove(self, key_id: str) -> None:
@@ -156,11 +156,11 @@ class Access:
             raise NotFound(f"there is no API key {key_id[:64]!r}; list them to see which there are")
 
     def accounts(self) -> Sequence[Account]:
-        """By their time of making."""
+        """Returns all accounts, in the order in which their keys were made."""
         return sorted(self._accounts.values(), key=lambda account: (account.key.created, account.key.id))
 
     def accounts_of(self, tenants: Collection[str]) -> Sequence[Account]:
-        """Those of keys that are in force, in no particular order."""
+        """Returns these tenants' accounts, of keys that are in force, in no particular order."""
         return [each for each in self._accounts.values() if each.key.whose in tenants and not each.key.disabled]
 
     def account(self, key_id: str) -> Account:

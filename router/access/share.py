@@ -57,7 +57,7 @@ class UsageShare(RedisExchange):
         self._day_due = 0.0
 
     def used(self, key_id: str, kind: str, amount: int) -> None:
-        """On this router. Returns at once."""
+        """Counts what was used on this router. Returns at once."""
         self._minute.count((key_id, kind), amount)
         if kind == "tokens":
             self._day.count((key_id, kind), amount)
@@ -70,7 +70,8 @@ class UsageShare(RedisExchange):
             self._on_day(use)
 
     async def exchange(self, *, whole: bool = False) -> None:
-        """Once; never raises for what Redis does or holds. `whole`: also the hours, whose turn it may not be."""
+        """Writes this router's totals and reads the others', once; never raises for what Redis does or holds. `whole`: also the hours,
+        whose turn it may not be."""
         if whole:
             self._day_due = 0.0
         await super().exchange()

@@ -42,15 +42,15 @@ class KeySource(Protocol):
     """Raises TwostepError, OSError and RedisError where it cannot be reached or does not hold what it should."""
 
     async def read(self) -> Sequence[Key] | None:
-        """All keys; None: they are those of the last time."""
+        """Returns all keys; None: they are those of the last time."""
         ...
 
     async def put(self, key: Key) -> None:
-        """A new key, or another state of one that is there."""
+        """Stores a new key, or another state of one that is there."""
         ...
 
     async def remove(self, key_id: str) -> bool:
-        """False: it was not there."""
+        """Removes a key. False: it was not there."""
         ...
 
 

@@ -27,7 +27,8 @@ class Disk:
             probe.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """With those above it that are missing, all of them this user's alone: mkdir's own `parents` would be anybody's to list."""
+        """Makes a folder, with those above it that are missing, all of them this user's alone: mkdir's own `parents` would be anybody's to
+        list."""
         if not path.parent.is_dir():
             self.make_folder(path.parent)
         if not path.is_dir():
@@ -35,7 +36,7 @@ class Disk:
             _sync_folder(path.parent)
 
     def write(self, path: Path, data: bytes) -> None:
-        """Whole or not at all."""
+        """Writes a file, whole or not at all."""
         temporary = path.with_name(f".{path.name}.{os.getpid():x}.{os.urandom(4).hex()}")
         try:
             _put(temporary, data, os.O_EXCL)
@@ -66,7 +67,7 @@ class Disk:
             temporary.unlink(missing_ok=True)
 
     def append(self, path: Path, data: bytes) -> None:
-        """On disk when it returns. What fails may have left a part."""
+        """Adds to the end of a file. It is on disk when this returns. What fails may have left a part."""
         _put(path, data, os.O_APPEND)
 
     def rename(self, path: Path, to: Path) -> None:
@@ -74,7 +75,7 @@ class Disk:
         _sync_folder(to.parent)
 
     def link(self, path: Path, to: Path) -> None:
-        """The same content under another name, also once the first is gone."""
+        """Gives the same content under another name, also once the first is gone."""
         try:
             os.link(path, to)
         except FileNotFoundError:
@@ -84,7 +85,7 @@ class Disk:
             shutil.copyfile(path, to)
 
     def delete(self, path: Path) -> None:
-        """It may be gone already."""
+        """Deletes a file, which may be gone already."""
         path.unlink(missing_ok=True)
 
     def delete_folder(self, path: Path) -> None:
@@ -138,7 +139,7 @@ class Threads:
             ) from None
 
     async def long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The same, however long it takes."""
+        """Runs work as `__call__` does, however long it takes."""
         return await self._in(self._long, partial(work, *args, **kwargs))
 
     async def _in(self, threads: BoundedThreads, work: Callable[[], T]) -> T:

@@ -49,7 +49,7 @@ class Occupancy:
         self._seen: dict[Path, _Seen] = {}
 
     def of(self, folder: Path) -> Occupied:
-        """All there is below it, as far as it is known."""
+        """Counts all there is below it, as far as it is known."""
         seen, began = self._seen.get(folder), self._monotonic()
         if seen is not None:
             if began < seen.until:
@@ -60,7 +60,7 @@ class Occupancy:
         return occupied
 
     def changed(self, folder: Path, num_files: int, num_bytes: int) -> None:
-        """So many more, or fewer."""
+        """Counts so many bytes more, or fewer."""
         for each, seen in list(self._seen.items()):
             if folder.is_relative_to(each):
                 seen.occupied = Occupied(seen.occupied.num_files + num_files, seen.occupied.num_bytes + num_bytes)
@@ -160,7 +160,7 @@ class FileStore:
     # ---- coming in ---------------------------------------------------------------------------------------------------------
 
     def begin_upload(self, owner: str) -> Path:
-        """Where to append to. Raises ResourceExhausted."""
+        """Returns the path to append to. Raises ResourceExhausted."""
         self.check_room(owner)
         folder = self._root / owner / _UPLOADS
         self._disk.make_folder(folder)
@@ -230,7 +230,7 @@ class FileStore:
         return [name.removesuffix(".json") for name in names_in(self._folder(owner)) if FILE_ID.fullmatch(name.removesuffix(".json"))]
 
     def page(self, owner: str, *, after: str | None, limit: int, ascending: bool, purpose: str | None) -> Page[FileRecord]:
-        """Damaged records are passed over."""
+        """Returns a page of an owner's files. Damaged records are passed over."""
 
         def read(file_id: str) -> FileRecord | None:
             record = self.get(owner, file_id)
@@ -244,7 +244,7 @@ class FileStore:
         self.remove(owner, file_id)
 
     def remove(self, owner: str, file_id: str) -> None:
-        """It may be gone already."""
+        """Removes a file, which may be gone already."""
         self._delete(self._record(owner, file_id))
         self._delete(self._data(owner, file_id))
 
@@ -285,7 +285,8 @@ class FileStore:
     # ---- room --------------------------------------------------------------------------------------------------------------
 
     def has_room(self, owner: str, num_bytes: int = 1) -> bool:
-        """For so many bytes more, of files, of what is still coming, and of batches with what they are made of."""
+        """Returns whether there is room for so many bytes more, of files, of what is still coming, and of batches with what they are made
+        of."""
         if not self.config.max_owner_bytes:
             return True
         occupied = self._occupancy.of(self._root if self.config.one_account else self._root / owner)

@@ -72,7 +72,7 @@ class Results:
     tally: AnswerCounts = field(default_factory=AnswerCounts)
 
     def read(self, epoch: int, lines: Iterable[bytes]) -> None:
-        """All lines of a run's file. Runs are read in their order."""
+        """Reads all lines of a run's file. Runs are read in their order."""
         offset = 0
         for line in lines:
             entry = decode(line)
@@ -92,7 +92,7 @@ class GroupWriter:
         self._turn = asyncio.Lock()
 
     async def write(self, entry: AnswerRecord) -> None:
-        """On disk when it returns. Raises what `write_all` does, to everybody whose entry it was."""
+        """Writes an entry. It is on disk when this returns. Raises what `write_all` does, to everybody whose entry it was."""
         self._waiting.append(entry)
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()

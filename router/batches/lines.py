@@ -81,20 +81,20 @@ def duplicate(custom_id: str, number: int, known: Container[str]) -> LineError |
 
 
 def body_bytes(body: Mapping[str, Any]) -> bytes:
-    """As the request's endpoint gets it: in the batch class, whatever it says itself."""
+    """Returns a body as the request's endpoint gets it: in the batch class, whatever it says itself."""
     others = {name: value for name, value in body.items() if name not in ("service_tier", "priority", "request_class")}
     # Bit by bit: written at once, millions of token ids would stop every thread for a while.
     return "".join(json_pieces({**others, "request_class": "batch"})).encode("ascii")
 
 
 def answered(request_id: str, custom_id: str, status: int, body: bytes) -> bytes:
-    """A line of the output file, or of the error file for a status that is no success. Without its line end. `body` is JSON."""
+    """Returns a line of the output file, or of the error file for a status that is no success. Without its line end. `body` is JSON."""
     before, after = _line(request_id, custom_id, {"status_code": status, "request_id": request_id, "body": 0}, None).rsplit(b"0", 1)
     return b"".join((before, body, after))
 
 
 def unanswered(request_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """A line of the error file, of a request that got no answer at all."""
+    """Returns a line of the error file, of a request that got no answer at all."""
     return _line(request_id, custom_id, None, {"code": code, "message": message})
 
 

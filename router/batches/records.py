@@ -70,7 +70,7 @@ def is_output_of(file_id: str, batch_id: str, epoch: int) -> bool:
 
 
 def owner_of(tenant: str) -> str:
-    """The folder of a tenant: what names may hold is the file system's business, not the tenant's."""
+    """Returns the name of the folder of a tenant: what names may hold is the file system's business, not the tenant's."""
     return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16, person=b"twostep owner").hexdigest()
 
 
@@ -167,7 +167,7 @@ class RunState:
     error_file_id: str | None = None
 
     def to(self, status: BatchStatus, now: int, **changes: Any) -> RunState:
-        """The next state. A run that takes over may begin again with an earlier one."""
+        """Returns the record in its next state. A run that takes over may begin again with an earlier one."""
         assert status is self.status or status in NEXT.get(self.status, frozenset()), f"{self.status} does not become {status}"
         times: dict[str, Any] = {}
         if status is BatchStatus.IN_PROGRESS and self.in_progress_at is None:
@@ -187,7 +187,7 @@ class RunState:
 
 
 def view(asked: BatchRequest, state: RunState | None, cancelled: int | None) -> dict[str, Any]:
-    """OpenAI's batch object. `cancelled`: when a client asked for its end; a state of None: no run has begun with it."""
+    """Returns OpenAI's batch object. `cancelled`: when a client asked for its end; a state of None: no run has begun with it."""
     state = state or RunState(epoch=0)
     status, tally = state.status, state.tally
     at = {f"{final}_at": state.ended_at if status is final else None for final in sorted(_FINAL)}

@@ -48,8 +48,8 @@ MAX_LOSSES = 8
 
 
 def retry_s(error: Exception, num_before: int, draw: float) -> float | None:
-    """Seconds until the next try, after `num_before` failed ones and this one; None: the error is the answer. `draw` is in 0 to 1. Having
-    no room is not the request's fault, and waited out however long it takes."""
+    """Returns the seconds until the next try, after `num_before` failed ones and this one; None: the error is the answer. `draw` is in 0 to
+    1. Having no room is not the request's fault, and waited out however long it takes."""
     wait_s = min(_LONGEST_S, _FIRST_S * 2.0 ** min(num_before, 16)) * (0.5 + draw / 2)
     if isinstance(error, ResourceExhausted):
         return max(wait_s, (error.retry_after_s or 0.0) * (1.0 + draw / 4))
@@ -128,11 +128,11 @@ class BatchRun:
         self._state: RunState
 
     def leave(self) -> None:
-        """No further requests: run() raises Left once those under way are answered."""
+        """Begins no further requests: run() raises Left once those under way are answered."""
         self._leaving = True
 
     async def run(self) -> None:
-        """To the batch's end. Raises LeaseLost, Left, TwostepError (the disk)."""
+        """Runs to the batch's end. Raises LeaseLost, Left, TwostepError (the disk)."""
         self._state = await self._threads.short(self._store.begin_run, self._owner, self._id)
         # Clients do not see it fall back.
         self._tally, self.status = self._state.tally, self._state.status
@@ -161,7 +161,7 @@ class BatchRun:
     # ---- requests ----------------------------------------------------------------------------------------------------------------
 
     async def _answer_all(self, lines: list[InputLine]) -> BatchStatus | None:
-        """None: there is an answer to each. Otherwise why there is not."""
+        """Answers all requests that have no answer yet. Returns why it stopped before that; None: there is an answer to each."""
         for _ in range(_MAX_PASSES):
             pending = await self._pending(lines)
             if not pending:
@@ -180,7 +180,7 @@ class BatchRun:
         return [line for line in lines if line.custom_id not in results.places]
 
     async def _ask(self, pending: deque[InputLine]) -> BatchStatus | None:
-        """Until none is left, or there is a reason to stop."""
+        """Answers the pending requests, several at a time, until none is left, or there is a reason to stop."""
 
         async def work() -> None:
             while pending and not self._leaving:
@@ -233,7 +233,7 @@ class BatchRun:
         return BatchStatus.EXPIRED if self._late() >= self._asked.expires else None
 
     async def _answer(self, line: InputLine) -> None:
-        """However often it takes. The answer is on disk when it returns."""
+        """Asks for one answer, however often it takes. The answer is on disk when it returns."""
         request_id = uuid.uuid4().hex
         request = await self._threads.short(self._store.read_request, self._asked, line)
         if request.body.get("stream"):

@@ -54,7 +54,7 @@ class BatchLease:
         return time.monotonic() < self._until
 
     async def take(self) -> bool:
-        """False: another router has it, or Redis cannot be asked."""
+        """Tries to take the lease. False: another router has it, or Redis cannot be asked."""
         asked = time.monotonic()
         try:
             taken = bool(await self._redis.set(self._key, self._holder, nx=True, px=int(LEASE_S * 1000)))
@@ -65,14 +65,14 @@ class BatchLease:
         return taken
 
     async def keep_renewing(self) -> None:
-        """Until cancelled."""
+        """Renews the lease until it is cancelled."""
         while True:
             await asyncio.sleep(LEASE_S / 4)
             await self.renew()
             end_if_cancelled()
 
     async def renew(self) -> None:
-        """Once. A Redis that has lost the lease is asked for another."""
+        """Renews the lease once. A Redis that has lost the lease is asked for another."""
         asked = time.monotonic()
         try:
             async with asyncio.timeout(LEASE_S / 4):
@@ -85,7 +85,7 @@ class BatchLease:
             return  # until it lapses
 
     async def release(self) -> None:
-        """Others need not wait."""
+        """Gives the lease back, so that others need not wait for its end."""
         self._until = 0.0
         try:
             await self._redis.eval(_RELEASE, 1, self._key, self._holder)
@@ -109,7 +109,7 @@ DAY_S = 86_400.0
 def choose(
     open_batches: Mapping[str, str], running: Mapping[str, str], *, most: int = _MAX_RUNS, most_of_one: int = _MAX_RUNS_OF_ONE
 ) -> list[str]:
-    """Which to try next, of owners by batch: those of owners with the fewest under way here first, then the oldest. Pure."""
+    """Returns which batch to try next, of owners by batch: those of owners with the fewest under way here first, then the oldest. Pure."""
     of_owner, chosen = Counter(running.values()), list[str]()
     waiting = sorted(set(open_batches) - set(running))
     while waiting and len(running) + len(chosen) < most:
@@ -152,7 +152,7 @@ class Batches:
         return len(self._runs)
 
     def answer_with(self, endpoints: Endpoints) -> None:
-        """Before start()."""
+        """Sets what answers the requests. Call it before start()."""
         self._endpoints = endpoints
 
     async def start(self) -> None:
@@ -244,7 +244,7 @@ class Batches:
         return min(self._clock.unix(), time.time())
 
     def _surely(self) -> float:
-        """And the volume's, by which its files are dated. It blocks."""
+        """Returns the earliest of those and the volume's, by which its files are dated. It blocks."""
         return min(self._late(), self._disk.now(self.config.root / "open"))
 
     async def _try_to_run(self, batch_id: str, owner: str) -> None:
@@ -302,13 +302,13 @@ class Batches:
             self._look.set()
 
     def _state(self) -> BatchState:
-        """From any thread."""
+        """Returns the figures of its metrics, from any thread."""
         states = Counter(run.status.value for run, _ in list(self._runs.values()))
         # Those that this router has begun with since it last looked are there, too.
         return BatchState(num_open=max(self._num_open, states.total()), running=states)
 
     async def drain(self, grace_s: float) -> None:
-        """No further requests; those under way have `grace_s`. Another router goes on at once."""
+        """Begins no further requests; those under way have `grace_s`. Another router goes on at once."""
         self._draining = True
         tasks = [task for _, task in self._runs.values()]
         for run, _ in self._runs.values():

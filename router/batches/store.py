@@ -99,7 +99,7 @@ class BatchStore:
         raise NotFound(f"there is no batch {batch_id[:64]!r}; GET /v1/batches lists yours")
 
     def page(self, owner: str, *, after: str | None, limit: int) -> Page[Stored]:
-        """Newest first. Damaged ones are passed over."""
+        """Returns a page of an owner's batches, the newest first. Damaged ones are passed over."""
         names = names_in(self._root / owner / "batches")
         return page_of(filter(BATCH_ID.fullmatch, names), partial(self.get, owner), after=after, limit=limit)
 
@@ -147,11 +147,11 @@ class BatchStore:
         self._disk.write(self._folder(owner, batch_id) / f"run-{state.epoch:08}.json", to_json(state))
 
     def record(self, owner: str, batch_id: str, epoch: int, entries: list[AnswerRecord]) -> None:
-        """On disk when it returns."""
+        """Writes a batch's record. It is on disk when this returns."""
         self._disk.append(self._log(self._folder(owner, batch_id), epoch), b"".join(map(encode, entries)))
 
     def end(self, owner: str, batch_id: str, state: RunState) -> None:
-        """It ended so, unless another run has ended it otherwise."""
+        """Notes that a batch ended so, unless another run has ended it otherwise."""
         path = self._folder(owner, batch_id) / "end.json"
         try:
             self._disk.create_whole(path, to_json(state))
@@ -209,7 +209,7 @@ class BatchStore:
         return Input(lines, tuple(errors))
 
     def read_request(self, asked: BatchRequest, line: InputLine) -> LineRequest:
-        """One that was read before. Raises DataLoss."""
+        """Reads a request that was read before. Raises DataLoss."""
         with (self._folder(owner_of(asked.tenant), asked.id) / "input.jsonl").open("rb") as file:
             file.seek(line.offset)
             raw = file.read(line.length)
@@ -283,7 +283,7 @@ class BatchStore:
             pass
 
     def sweep(self, now: float) -> None:
-        """Everything whose time is over."""
+        """Deletes everything whose time is over."""
         for owner in os.listdir(self._root):
             if not _OWNER.fullmatch(owner):
                 continue
@@ -298,7 +298,7 @@ class BatchStore:
                     self._disk.delete_folder(self._folder(owner, batch_id))
 
     def _state(self, folder: Path) -> RunState | None:
-        """The end, or what the last run says. One that died as it began says nothing."""
+        """Returns the state of its end, or what the last run says. One that died as it began says nothing."""
         end = _end(folder)
         if end is not None:
             return end
@@ -354,7 +354,7 @@ def _cancelled(folder: Path) -> int | None:
 
 
 def _lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """With their offsets. Of a longer line no more than its beginning."""
+    """Yields lines with their offsets. Of a longer line no more than its beginning."""
     offset = 0
     while raw := file.readline(max_bytes + 1):
         yield offset, raw

@@ -23,13 +23,13 @@ class AnswerCaller:
         self.write = write
 
     def accepted(self, prompt: Sequence[int]) -> None:
-        """The end's usage says how many there are."""
+        """Does nothing: the end's usage says how many there are."""
 
     async def write_prompt(self, part: pb.PromptLogprobs) -> None:
         await self.write(pb.GenerateResponse(prompt_logprobs=part))
 
     async def begin(self, request_id: str, seed: int) -> None:
-        """The call has begun, with the request's own name and seed."""
+        """Notes that the call has begun, with the request's own name and seed."""
 
 
 async def answer_several(

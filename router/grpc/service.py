@@ -82,7 +82,7 @@ class GrpcCaller:
         return self._context.time_remaining() or float("inf")
 
     def accepted(self, prompt: Sequence[int]) -> None:
-        """The end's usage says how many there are."""
+        """Does nothing: the end's usage says how many there are."""
 
     async def write_prompt(self, part: inference_pb2.PromptLogprobs) -> None:
         await self.write(inference_pb2.GenerateResponse(prompt_logprobs=part))

@@ -200,7 +200,7 @@ async def drain(request: web.Request) -> web.Response:
 
 
 async def _object(request: web.Request) -> dict[str, Any]:
-    """The body. Raises InvalidRequest, HttpError 415."""
+    """Returns the body, a JSON object. Raises InvalidRequest, HttpError 415."""
     try:
         found = json.loads(await json_body(request))
     except (ValueError, RecursionError):

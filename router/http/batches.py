@@ -164,7 +164,7 @@ def batches_of(request: web.Request) -> Batches:
 
 
 def tenant_name(identity: Identity) -> str:
-    """Whose files are whose. Raises InvalidRequest."""
+    """Returns the name by which the caller's files are kept apart from others'. Raises InvalidRequest."""
     return tenant_of(pb.GenerateRequest(), identity.tenant) or identity.fallback
 
 
@@ -305,7 +305,7 @@ class _FormReader(MultipartReader):
 
 
 async def _read_form(request: web.Request, batches: Batches, whose: str, path: Path) -> _Form:
-    """The file goes to `path`, never whole into memory. Raises HttpError 400 and 413."""
+    """Reads an upload. The file goes to `path`, never whole into memory. Raises HttpError 400 and 413."""
     form = _Form()
     try:
         reader = _FormReader(request.headers, request.content, max_headers=_MAX_PART_HEADERS)
@@ -359,7 +359,7 @@ async def _save(part: BodyPartReader, batches: Batches, whose: str, path: Path) 
 
 
 def _printable(text: str) -> str:
-    """A name as it may be shown anywhere."""
+    """Returns a name as it may be shown anywhere."""
     return "".join(char if char.isprintable() else "_" for char in text[:_MAX_NAME_CHARS])
 
 

@@ -90,7 +90,7 @@ class Bodies:
 
     @contextmanager
     def arriving(self, request: web.Request, *, caller: str, most: int) -> Iterator[None]:
-        """Around all that may read the body of a request; `most`: bytes that it may have. Raises HttpError 415."""
+        """Gives a context around all that may read the body of a request; `most`: bytes that it may have. Raises HttpError 415."""
         if request.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
             raise HttpError(415, "bodies are taken as they are; send it without a Content-Encoding")
         if not request.body_exists or request.content.is_eof():
@@ -108,7 +108,7 @@ class Bodies:
             del self._bodies[body], request[_BODY]
 
     async def read(self, request: web.Request) -> bytes:
-        """A whole body, which is held until free(), or the end of arriving(). Raises HttpError 408, 413, 503."""
+        """Returns a whole body, which is held until free(), or the end of arriving(). Raises HttpError 408, 413, 503."""
         most = request.client_max_size
         if request.content_length is not None and request.content_length > most:
             raise web.HTTPRequestEntityTooLarge(most, request.content_length)
@@ -164,7 +164,7 @@ class Bodies:
         return None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watches over arriving bodies until it is cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()

@@ -79,7 +79,7 @@ class BodyParser:
             return checked_size(raw)
 
     async def close(self) -> None:
-        """When nothing is asked any more."""
+        """Ends the processes. Call it when nothing is asked any more."""
         await self._pool.close()
 
 

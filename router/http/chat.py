@@ -76,7 +76,7 @@ class MessageTeller(Teller):
         self._with_reasoning = with_reasoning
 
     def pieces(self, piece: pb.Piece) -> list[Said]:
-        """One for each call's delta: there are clients that look at the first call of an event only."""
+        """Returns a piece for each call's delta: there are clients that look at the first call of an event only."""
         deltas: list[dict[str, Any]] = []
         if piece.reasoning and self._with_reasoning:
             deltas.append({"reasoning_content": piece.reasoning, "reasoning": piece.reasoning})
@@ -86,7 +86,7 @@ class MessageTeller(Teller):
         return [{"delta": delta} for delta in deltas]
 
     def whole(self, folded: Folded) -> Said:
-        """The content of a message that only calls is null."""
+        """Returns the whole message. The content of a message that only calls is null."""
         message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": str(folded.texts["content"])}
         if folded.calls:
             message["content"] = message["content"] or None

@@ -60,7 +60,7 @@ def finish_of(end: pb.End) -> str:
 
 
 def stop_reason_of(end: pb.End, stop_strings: Sequence[str]) -> str | int | None:
-    """The stop string, or the id of the stop token, that was asked for by name and ended the answer."""
+    """Returns the stop string, or the id of the stop token, that was asked for by name and ended the answer."""
     reason = end.stop_reason
     if not reason:
         return None
@@ -113,18 +113,18 @@ class ChunkWriter:
         self._after = f'{end},"logprobs":null,"finish_reason":null}}]{self._tail}'
 
     def text(self, text: str) -> bytes:
-        """A piece of text and nothing else."""
+        """Returns a piece of text and nothing else."""
         return (self._before + _quoted(text) + self._after).encode("ascii")
 
     def choice(self, fields: dict[str, Any], **others: Any) -> bytes:
-        """Any other piece; `others` stand beside the choices: usage, phases. None of them: what `text` has there."""
+        """Returns any other piece; `others` stand beside the choices: usage, phases. None of them: what `text` has there."""
         choice = compact({"index": self._index, **fields})
         tail = "," + compact(others)[1:] + "\n\n" if others else self._tail
         return f'data: {self._head},"choices":[{choice}]{tail}'.encode("ascii")
 
 
 def usage_chunk(head: dict[str, Any], usage: dict[str, Any], **others: Any) -> bytes:
-    """The last one, without choices."""
+    """Returns the last chunk, which has usage and no choices."""
     return f"data: {compact({**head, 'choices': [], 'usage': usage, **others})}\n\n".encode("ascii")
 
 
@@ -305,7 +305,7 @@ class WholeChoice:
         self._num_counted, self._num_uncounted = num_bytes, 0
 
     def choice(self) -> dict[str, Any]:
-        """For json_pieces."""
+        """Returns the choice, for json_pieces."""
         choice = {
             "index": self._index,
             **self._teller.whole(self._folded),
@@ -320,7 +320,7 @@ class WholeChoice:
         return choice if self._teller.prompt_ids_beside else choice | self.prompt_logprobs()
 
     def prompt_logprobs(self) -> dict[str, Any]:
-        """The field, if it is asked for. Its list is an iterator."""
+        """Returns the field, if it is asked for. Its list is an iterator."""
         most = self._wanted.prompt_logprobs
         if most is None:
             return {}
@@ -352,7 +352,7 @@ class Events:
         return others
 
     def after(self, index: int, end: pb.End) -> bytes:
-        """Nothing while other choices go on."""
+        """Returns what is sent behind a choice's end: nothing while other choices go on."""
         self._ends[index] = end
         self._num_under_way -= 1
         if self._num_under_way:
@@ -376,7 +376,7 @@ class StreamedChoice:
         self.prompt: Sequence[int] = ()
 
     async def write_prompt(self, part: pb.PromptLogprobs) -> None:
-        """An event of its own, with the prompt's text in the first."""
+        """Writes an event of its own, with the prompt's text in the first."""
         wanted, teller, kept = self._wanted, self._teller, kept_of(self.prompt, part)
         fields: dict[str, Any] = {}
         beside: dict[str, Any] = {}

@@ -100,7 +100,7 @@ class HttpConnection(web.RequestHandler):
             self._take_turn()
 
     def _take_turn(self) -> None:
-        """One now, and another one soon if there is need."""
+        """Reads of one connection now, and of another one soon if there is need."""
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
@@ -173,7 +173,7 @@ class HttpConnection(web.RequestHandler):
 
 
 def refusal(error: HttpError) -> bytes:
-    """A whole answer, after which the connection is closed."""
+    """Returns a whole HTTP answer that refuses a connection, after which the connection is closed."""
     status, body, headers = body_of(error)
     content = json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} Refused", "Content-Type: application/json", "Server: twostep", "Connection: close"]
@@ -286,7 +286,7 @@ async def at_work(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def bound_unsent(transport: asyncio.BaseTransport, num_bytes: int) -> None:
-    """How much the kernel takes before it has sent what it has."""
+    """Bounds how much the kernel takes before it has sent what it has."""
     sock = transport.get_extra_info("socket")
     if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
@@ -308,7 +308,7 @@ class UnreadOutput:
         self._waiting: dict[HttpConnection, _Waiting] = {}
 
     def look(self, connections: Iterable[HttpConnection], now: float) -> None:
-        """At all there are, from time to time. Cuts those that have taken nothing."""
+        """Looks at all connections. Called from time to time. Cuts those that have taken nothing."""
         waiting: dict[HttpConnection, _Waiting] = {}
         for each in connections:
             transport = each.transport
@@ -350,7 +350,7 @@ _DISCREET = _Discreet()
 
 
 def connection_log() -> logging.Logger:
-    """For aiohttp's own words about connections."""
+    """Returns the logger for aiohttp's own words about connections."""
     log = logging.getLogger("router.http.connection")
     log.addFilter(_DISCREET)
     return log

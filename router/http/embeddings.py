@@ -80,7 +80,8 @@ class HttpEmbeddings:
 
     @asynccontextmanager
     async def whole(self) -> AsyncIterator[WholeAnswer]:
-        """The answer, which holds memory until the context's end. Raises TwostepError; the first input that fails ends all of them."""
+        """Gives the answer, which holds memory until the context's end. Raises TwostepError; the first input that fails ends all of
+        them."""
         async with self._front.inference.memory.hold(self._call.identity.caller) as holding:
             yield self._answer(await self._vectors(holding))
 

@@ -57,8 +57,9 @@ class WrongField(HttpError, InvalidRequest):
 
 @contextmanager
 def blaming(called: Mapping[str, str], *, item: str = "") -> Iterator[None]:
-    """Around what knows nothing of HTTP: messages that begin with a field's name are about it. `called`: the body's fields by the names
-    that messages have for them; `item`: the one of several that all other messages are about, as `input[3]`."""
+    """Turns errors of what knows nothing of HTTP into HTTP's, as a context around it: messages that begin with a field's name are about it.
+    `called`: the body's fields by the names that messages have for them; `item`: the one of several that all other messages are about, as
+    `input[3]`."""
     try:
         yield
     except WrongField:
@@ -88,7 +89,7 @@ _CODES: Mapping[type[TwostepError], str] = {
 
 
 def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, JSON body and headers. What is not ours is logged, and the client gets a reference to it."""
+    """Returns status, JSON body and headers. What is not ours is logged, and the client gets a reference to it."""
     headers: dict[str, str] = {}
     param = code = retry_after_s = None
     match error:

@@ -69,7 +69,7 @@ SPAN: web.RequestKey[Span] = web.RequestKey("span", Span)
 
 
 def forwarded(request: web.Request) -> Metadata:
-    """The trace context of what is done for this request: of its own span, or what its client sent."""
+    """Returns the trace context of what is done for this request: of its own span, or what its client sent."""
     span: Span | None = request.get(SPAN)
     if span is not None:
         return span.metadata

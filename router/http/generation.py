@@ -77,7 +77,8 @@ def drawn_seed_of(headers: Mapping[str, str]) -> int:
 
 
 def request_of(body: ChatBody | CompletionBody, headers: Mapping[str, str], *, seed: int) -> pb.GenerateRequest:
-    """All but the prompt, the name and the choice's seed. `headers` say what the body leaves open. Raises HttpError 400."""
+    """Returns all of the request but the prompt, the name and the choice's seed. `headers` say what the body leaves open. Raises HttpError
+    400."""
     request = terms_of(body, headers)
     request.sampling.CopyFrom(sampling_of(body, seed=seed))
     request.keep_special_tokens = body.skip_special_tokens is False
@@ -151,7 +152,7 @@ def _structured(given: StructuredOutputs) -> pb.Grammar:
 
 
 def _escaped(text: str) -> str:
-    """For regular expressions of every dialect: nothing is escaped that needs no escape."""
+    """Escapes text for regular expressions of every dialect: nothing is escaped that needs no escape."""
     return re.sub(r"[\\.+*?()|\[\]{}^$]", lambda found: "\\" + found.group(), text)
 
 
@@ -169,7 +170,7 @@ def _class(body: RequestBody, headers: Mapping[str, str]) -> pb.RequestClass.Val
 
 
 def timeout_of(body: RequestBody, headers: Mapping[str, str]) -> float:
-    """Seconds; infinite without. Raises HttpError 400."""
+    """Returns the seconds that the client gives the request; infinite where it says none. Raises HttpError 400."""
     if body.timeout is not None:
         return body.timeout
     given = _number(headers, "x-twostep-timeout-ms", _MAX_TIMEOUT_MS)
@@ -177,7 +178,7 @@ def timeout_of(body: RequestBody, headers: Mapping[str, str]) -> float:
 
 
 def keep_alive_of(headers: Mapping[str, str]) -> float | None:
-    """After how many silent seconds comments are sent, also before the first event. Raises HttpError 400."""
+    """Returns after how many silent seconds comments are sent, also before the first event. Raises HttpError 400."""
     given = _number(headers, "x-twostep-keep-alive-s", 3600.0)
     return None if given is None else max(1.0, given)
 
@@ -211,7 +212,7 @@ class HttpCall:
 
     @classmethod
     def of(cls, request: web.Request) -> HttpCall:
-        """Once its body is parsed()."""
+        """Returns the generation of a request whose body is parsed()."""
         return cls(
             request_id=request[REQUEST_ID],
             identity=request[IDENTITY],
@@ -249,7 +250,7 @@ class HttpCaller(HttpAsker):
         await self._reader.write_prompt(part)
 
     async def begin(self, request_id: str, seed: int) -> None:
-        """The headers of the answer say both, and go with its first piece."""
+        """Does nothing: the headers of the answer say both, and go with its first piece."""
 
 
 AnyBody = TypeVar("AnyBody", bound=ChatBody | CompletionBody)
@@ -367,7 +368,7 @@ class HttpGeneration(ABC, Generic[AnyBody]):
 
     @asynccontextmanager
     async def whole(self) -> AsyncIterator[WholeAnswer]:
-        """The answer, which holds memory until the context's end. Raises TwostepError."""
+        """Gives the answer, which holds memory until the context's end. Raises TwostepError."""
         async with self.front.inference.memory.hold(self.call.identity.caller) as holding:
             tellers = [self.teller(index) for index in range(self.num_choices)]
             kept = [KeptPromptLogprobs(holding) for _ in range(self.num_choices // self.n)]
@@ -390,7 +391,7 @@ class HttpGeneration(ABC, Generic[AnyBody]):
             yield WholeAnswer(usage, sum(choice.num_json_bytes for choice in choices), json_pieces(answer))
 
     async def stream(self, send: Send) -> None:
-        """All events, `[DONE]` included. Raises TwostepError."""
+        """Sends all events, `[DONE]` included. Raises TwostepError."""
         events = Events(self.wanted, {"id": self.id, "object": self.chunk_object, **self.common}, self.num_choices, send)
         await self._ask([StreamedChoice(self.teller(index), index, events) for index in range(self.num_choices)])
 
@@ -400,7 +401,7 @@ class HttpGeneration(ABC, Generic[AnyBody]):
         return KEEP_ALIVE
 
     def failure(self, error: BaseException) -> bytes:
-        """The last event of a stream that breaks off."""
+        """Returns the last event of a stream that breaks off."""
         return failure_event(error)
 
     @property
@@ -408,7 +409,7 @@ class HttpGeneration(ABC, Generic[AnyBody]):
         return {"x-request-id": self._name, "x-twostep-seed": str(self.seed)}
 
     def request(self, index: int) -> pb.GenerateRequest:
-        """That of the choice, but for its prompt."""
+        """Returns the request of the choice, but for its prompt."""
         request = pb.GenerateRequest()
         request.CopyFrom(self._request)
         # One that was drawn is of all prompts: equal ones are to be answered in different ways. One that was given is of each of them.

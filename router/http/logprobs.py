@@ -74,7 +74,7 @@ class KeptLogprobs:
             getattr(self, name).extend(getattr(others, name))
 
     def __iter__(self) -> Iterator[Kept]:
-        """From the first token on."""
+        """Iterates from the first token on."""
         start = 0
         for token_id, logprob, num_top in zip(self._token_ids, self._logprobs, self._num_top, strict=True):
             end = start + num_top
@@ -125,7 +125,7 @@ def kept_of(prompt: Sequence[int], part: pb.PromptLogprobs) -> list[Kept]:
 
 
 def _cut(kept: Iterable[Kept], num_top: int) -> Iterator[Kept]:
-    """With so many of the likeliest at most: more may have been computed, for another field."""
+    """Yields entries with so many of the likeliest at most: more may have been computed, for another field."""
     return (each._replace(top=each.top[:num_top]) for each in kept)
 
 
@@ -219,7 +219,7 @@ class TextLogprobsWriter(LogprobsWriter):
             self._offset += len(self._names.name(each.token_id))
 
     def _top(self, kept: Kept) -> dict[str, float] | None:
-        """The likeliest, and the token itself wherever it is among them."""
+        """Returns the likeliest tokens, and the token itself wherever it is among them."""
         if kept.logprob is None:
             return None
         top = {self._names.name(token_id): _finite(logprob) for token_id, logprob in kept.top}

@@ -77,7 +77,7 @@ class MessagesDialect(Dialect):
         self._head, self._stop_strings = head, stop_strings
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
-        """The end tells how much of the prompt was cached."""
+        """Returns the first events. The end tells how much of the prompt was cached."""
         usage = pb.Usage(prompt_tokens=num_prompt_tokens)
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
         return [{"type": "message_start", "message": message}, _PING]

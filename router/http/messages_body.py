@@ -54,7 +54,7 @@ class AnthropicMessage(Body):
 
 
 def _messages(given: list[AnthropicMessage]) -> bytes:
-    """A message is one of a chat; results of tools become messages of their own."""
+    """Returns the messages as those of a chat, serialized. A message is one of a chat; results of tools become messages of their own."""
     messages: list[pb.ChatMessage] = []
     for i, message in enumerate(given):
         path = f"messages[{i}].content"
@@ -81,7 +81,7 @@ def _messages(given: list[AnthropicMessage]) -> bytes:
 
 
 def _text(path: str, content: str | list[ContentBlock] | None) -> str:
-    """Blocks are lines, as the parts of a chat's message are."""
+    """Returns the text of blocks. Blocks are lines, as the parts of a chat's message are."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_text_of(f"{path}[{i}]", block) for i, block in enumerate(content))

@@ -43,7 +43,7 @@ async def named(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def count(app: web.Application) -> None:
-    """The app's `observed` middleware goes around all others, whose answers it counts."""
+    """Begins to count requests: the app's `observed` middleware goes around all others, whose answers it counts."""
     app[METRICS] = app[FRONT].metrics.once(HttpMetrics)
     app.on_response_prepare.append(_stream_opens)
 
@@ -120,7 +120,7 @@ async def identified(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 def _authorization(request: web.Request) -> str | None:
-    """Anthropic's clients send the key in a header of its own."""
+    """Returns what the request authorizes itself with. Anthropic's clients send the key in a header of its own."""
     key = request.headers.get("x-api-key")
     return request.headers.get("Authorization", None if key is None else f"Bearer {key}")
 
@@ -134,7 +134,7 @@ def _opens_page_data(request: web.Request) -> bool:
 
 
 def _largest(request: web.Request) -> int:
-    """Bytes of a body there."""
+    """Returns how many bytes a body may have there."""
     batches = request.app[FRONT].batches
     return batches.config.max_file_bytes if batches is not None and request.path == "/v1/files" else request.client_max_size
 
@@ -152,7 +152,7 @@ async def nothing_new(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 async def end_connection(request: web.Request, response: web.StreamResponse) -> None:
-    """After the answer, of a router that drains: the next one is another's."""
+    """Ends the connection after the answer, of a router that drains: the next one is another's."""
     if request.app[ANSWERS].draining:
         response.force_close()
         # Headers are made before this is called.
@@ -160,7 +160,7 @@ async def end_connection(request: web.Request, response: web.StreamResponse) -> 
 
 
 async def tell_limits(request: web.Request, response: web.StreamResponse) -> None:
-    """As the answer's head goes out: of a stream with its first event, of others when they are whole."""
+    """Adds the key's limits as the answer's head goes out: of a stream with its first event, of others when they are whole."""
     # Whose version is known is known to have its bugs.
     response.headers["Server"] = "twostep"
     for name, value in request.get(IDENTITY, NOBODY).headers().items():

@@ -75,12 +75,12 @@ async def openapi(request: web.Request) -> web.Response:
 
 
 def describe(app: web.Application) -> None:
-    """Once all routes are there."""
+    """Makes the document. Call it once all routes are there."""
     app[_DOCUMENT] = document(app.router.routes())
 
 
 def document(routes: Iterable[web.AbstractRoute]) -> dict[str, Any]:
-    """OpenAPI 3.1. Routes for every method are none of the API's, but catch what is asked for elsewhere."""
+    """Returns the document in OpenAPI 3.1. Routes for every method are none of the API's, but catch what is asked for elsewhere."""
     described = list(_api_routes(routes))
     bodies = dict.fromkeys(body for _, _, description in described for body in description.bodies)
     failures = dict.fromkeys(description.failure for _, _, description in described)

@@ -47,7 +47,8 @@ class Origins:
             self._check_origin(request)
 
     def known_as(self, host: str) -> bool:
-        """As a Host header says it. Addresses are no names: DNS cannot make one mean another machine."""
+        """Returns whether the router has this name, as a Host header says it. Addresses are no names: DNS cannot make one mean another
+        machine."""
         name = _name_of(host)
         return self._names is None or name in self._names or not name or address_of(name) is not None
 
@@ -66,8 +67,8 @@ class Origins:
 
 
 def _same(origin: str, request: web.Request) -> bool:
-    """Whether the page came from here, by the name that the browser knows: a proxy in front may write another as Host. No foreign page
-    can write X-Forwarded-Host without having asked before (CORS), which it is refused."""
+    """Returns whether the page came from here, by the name that the browser knows: a proxy in front may write another as Host. No foreign
+    page can write X-Forwarded-Host without having asked before (CORS), which it is refused."""
     scheme, _, page = origin.partition("://")
     default = {"http": "80", "https": "443"}.get(scheme, "")
     for header in ("Host", "X-Forwarded-Host"):
@@ -79,7 +80,7 @@ def _same(origin: str, request: web.Request) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Without port and brackets."""
+    """Returns the name in a Host header, without port and brackets."""
     host = host.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
@@ -87,7 +88,7 @@ def _name_of(host: str) -> str:
 
 
 def _port_of(host: str) -> str:
-    """As it is written; empty: none is."""
+    """Returns the port in a Host header as it is written; empty: none is."""
     return host.strip().rpartition("]")[2].partition(":")[2]
 
 
@@ -124,7 +125,7 @@ async def preflights(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 async def tell_origin(request: web.Request, response: web.StreamResponse) -> None:
-    """As the head of any answer goes out: of a stream with its first event, of failures too."""
+    """Says which page may read the answer, as the head of any answer goes out: of a stream with its first event, of failures too."""
     allowed = request.app[FRONT].allowed_origins
     if allowed and "*" not in allowed:
         # Also where the origin may not ask: a cache must not give the answer to another.
@@ -137,7 +138,7 @@ async def tell_origin(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def _allowed_origin(request: web.Request) -> str | None:
-    """Who may ask, as this request's page is told; None: it may not."""
+    """Returns the origin that may read the answer, as the request's page is told; None: its page may not."""
     origin, allowed = request.headers.get("Origin"), request.app[FRONT].allowed_origins
     if origin is None:
         return None

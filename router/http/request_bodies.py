@@ -312,7 +312,7 @@ def wrong_value(param: str | None, message: str, value: Any) -> HttpError:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of it as JSON: no more is written than is shown."""
+    """Returns the beginning of a value as JSON: no more is written than is shown."""
     if isinstance(value, str):
         value = value[: _MAX_SHOWN + 1]
     text = ""
@@ -400,7 +400,7 @@ def tool_text(function: FunctionSpec) -> ToolText:
 
 
 def function_text(tool: ToolText) -> str:
-    """The function of a body's tool alone, as JSON."""
+    """Returns the function of a body's tool alone, as JSON."""
     return tool.text[len(_TOOL_HEAD) : -1]
 
 
@@ -513,7 +513,7 @@ class ChatBody(CommonBody, ChatPrompt):
         return self.chat(*self.variables())
 
     def variables(self) -> list[str]:
-        """Those of the template that fields say, in JSON objects."""
+        """Returns the template's variables that the fields give, in JSON objects."""
         extra = []
         if self.reasoning_effort is not None:
             extra.append(json.dumps({"reasoning_effort": self.reasoning_effort}))
@@ -523,7 +523,8 @@ class ChatBody(CommonBody, ChatPrompt):
 
 
 def adapt_roles(chat: pb.Chat, template: str | None) -> None:
-    """Newer clients say "developer" for "system", which few templates know. `template`: the chat template's source."""
+    """Changes the roles that the template does not know. Newer clients say "developer" for "system", which few templates know. `template`:
+    the chat template's source."""
     if "developer" not in (template or ""):
         for message in chat.messages:
             if message.role == "developer":

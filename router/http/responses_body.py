@@ -60,7 +60,8 @@ class Item(Body):
 
 
 def _messages(given: str | list[Item]) -> bytes:
-    """An assistant's reasoning, text and calls that follow each other are one message of a chat."""
+    """Returns the items as messages of a chat. An assistant's reasoning, text and calls that follow each other are one message of a
+    chat."""
     if isinstance(given, str):
         return pb.Chat(messages=[pb.ChatMessage(role="user", content=given)]).SerializeToString()
     messages: list[pb.ChatMessage] = []

@@ -91,7 +91,7 @@ class EventStream:
             return self._writer
 
     async def keep_alive(self, now: float) -> None:
-        """A comment, if nothing else was sent for long and nothing waits to be."""
+        """Sends a comment, if nothing else was sent for long and nothing waits to be."""
         transport = self._request.transport
         if now - self._last_sent < self._interval_s or not (self.open or self._early) or transport is None:
             return
@@ -99,7 +99,7 @@ class EventStream:
             await self.send(self._ping)
 
     async def fail(self, error: BaseException) -> None:
-        """The last event of a stream that is open."""
+        """Sends the last event of a stream that is open."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             return
@@ -128,8 +128,8 @@ class Answers:
 
     @asynccontextmanager
     async def giving(self, stream: EventStream | None) -> AsyncIterator[None]:
-        """Around all of an answer; None: it is not streamed. A failure before the first event is the caller's; a later one is told in the
-        stream. Raises Unavailable if the server goes."""
+        """Gives a context around all of an answer; None: it is not streamed. A failure before the first event is the caller's; a later one
+        is told in the stream. Raises Unavailable if the server goes."""
         task = asyncio.current_task()
         assert task is not None, "handlers run in tasks"
         self._tasks[task] = stream
@@ -154,7 +154,7 @@ class Answers:
                 self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Those that have not ended within `grace_s` are told that the server goes."""
+        """Waits for the streams to end. Those that have not ended within `grace_s` are told that the server goes."""
         self.draining = True
         try:
             async with asyncio.timeout(grace_s):

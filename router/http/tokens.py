@@ -108,7 +108,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def decoded(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """Many of them in a thread."""
+    """Returns the text of the tokens; many of them are decoded in a thread."""
     if len(ids) <= _MAX_INLINE_IDS:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)

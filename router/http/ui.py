@@ -54,7 +54,7 @@ class PageFile:
 
 
 def load_page(folder: Path = _FOLDER) -> Mapping[str, PageFile]:
-    """Its files by name. Read once: the router has them even when it is upgraded under its feet."""
+    """Returns the page's files by name. Read once: the router has them even when it is upgraded under its feet."""
     files: dict[str, PageFile] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix in _TYPES:
@@ -129,7 +129,8 @@ async def requests(request: web.Request) -> web.Response:
 
 
 def _key_limits(access: Access, tenants: Collection[str]) -> dict[str, dict[str, int]]:
-    """By tenant what its keys have used of their tokens of a minute, and may use. A tenant with a key that has no limit has none."""
+    """Returns by tenant what its keys have used of their tokens of a minute, and may use. A tenant with a key that has no limit has
+    none."""
     limits: dict[str, dict[str, int]] = {}
     unlimited = set()
     for account in access.accounts_of(tenants):

@@ -70,7 +70,7 @@ def check_size(
 
 
 def check_repeated(*, num_answers: int, num_chars: int, num_ids: int) -> None:
-    """A prompt of so many characters and token ids, told with each of its answers. Raises HttpError 400."""
+    """Checks the size of a prompt of so many characters and token ids, told with each of its answers. Raises HttpError 400."""
     total = num_answers * (num_chars + num_ids * JSON_ID_BYTES)
     if total > _MAX_REPEATED_BYTES:
         field = "echo" if num_chars else "return_token_ids"
@@ -83,8 +83,8 @@ def check_repeated(*, num_answers: int, num_chars: int, num_ids: int) -> None:
 
 
 def check_prompt_logprobs(*, num_answers: int, num_each: int, num_named: int, is_line: bool) -> None:
-    """Log probabilities of a prompt that name so many tokens, told with each of `num_each` answers to it; in a line, to as many prompts as
-    there are answers for. Raises HttpError 400."""
+    """Checks the size of log probabilities of a prompt that name so many tokens, told with each of `num_each` answers to it; in a line, to
+    as many prompts as there are answers for. Raises HttpError 400."""
     if num_each * num_named > MAX_PROMPT_LOGPROBS or (is_line and num_answers * num_named * JSON_LOGPROB_BYTES > MAX_LINE_BYTES):
         most = MAX_LINE_BYTES // JSON_LOGPROB_BYTES if is_line else MAX_PROMPT_LOGPROBS
         raise WrongField(
@@ -114,7 +114,7 @@ class AnswerEncoder:
         self._threads.close()
 
     async def respond(self, request: web.Request, answer: WholeAnswer, headers: Mapping[str, str] = EMPTY) -> web.StreamResponse:
-        """A client that goes, or is cut, ends it."""
+        """Sends the answer. A client that goes, or is cut, ends it."""
         if answer.num_bytes <= INLINE_BYTES:
             return web.Response(text="".join(answer.pieces), content_type="application/json", headers=headers)
         chunks = in_chunks(answer.pieces)
@@ -134,11 +134,11 @@ class AnswerEncoder:
         return response
 
     async def made(self, make: Callable[[], bytes]) -> bytes:
-        """Something else that takes long to write, in its turn."""
+        """Returns something else that takes long to write, in its turn."""
         return await self._threads.run(make)
 
     async def line(self, answer: WholeAnswer) -> bytes:
-        """All of it."""
+        """Returns all of it."""
         if answer.num_bytes <= INLINE_BYTES:
             return "".join(answer.pieces).encode("ascii")
         chunks, made = in_chunks(answer.pieces), BytesIO()

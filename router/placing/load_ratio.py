@@ -53,8 +53,8 @@ class RoleLoad:
 
 
 def role_load(snapshot: Snapshot, waiting: WaitingRequests = WaitingRequests()) -> RoleLoad:
-    """Workers that take no new work count with what they have, and not among those who share it. Prompts that wait are nobody's where no
-    worker computes prompts for others: decode workers compute them then."""
+    """Returns the work left of either role, in seconds. Workers that take no new work count with what they have, and not among those who
+    share it. Prompts that wait are nobody's where no worker computes prompts for others: decode workers compute them then."""
     curve = fallback_curve((*snapshot.prefill, *snapshot.decode))
     prompt, answer = waiting.prompt_tokens or _PROMPT_TOKENS, waiting.answer_tokens or float(ANSWER_TOKENS)
     prefill_s = sum(_prompts_s(c, curve, prompt) for c in snapshot.prefill)
@@ -93,14 +93,15 @@ def _answers_s(candidate: Candidate, fallback: StepCurve, prompt_tokens: float, 
 
 
 def _computing_s(candidate: Candidate, fallback: StepCurve, num_tokens: float, prompt_tokens: float) -> float:
-    """So many tokens, in prompts of that length. The mean of a queue that is mostly empty is part of a prompt, and costs that part."""
+    """Returns the seconds that a worker takes for so many tokens, in prompts of that length. The mean of a queue that is mostly empty is
+    part of a prompt, and costs that part."""
     record, tokens = candidate.record, max(num_tokens, prompt_tokens)
     seconds = prompt_s(record.curve or fallback, tokens, tokens * prompt_tokens / 2, record.step_tokens)[0]
     return seconds * num_tokens / tokens
 
 
 def _token_s(candidate: Candidate, fallback: StepCurve, context: float) -> float:
-    """A token's part of a step of as many sequences as the worker has room for, with so many tokens each."""
+    """Returns a token's part, in seconds, of a step of as many sequences as the worker has room for, with so many tokens each."""
     record = candidate.record
     held = record.num_blocks / record.layout.blocks_of(max(1.0, context))
     seqs = max(1, min(record.max_num_seqs, int(held)))

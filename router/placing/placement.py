@@ -126,8 +126,8 @@ class NoPlacement:
 
 
 def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
-    """The best pair, or the best decode worker alone. Ties fall by a hash of request and worker: the same for the same request, spread
-    evenly over requests."""
+    """Returns the best pair, or the best decode worker alone. Ties fall by a hash of request and worker: the same for the same request,
+    spread evenly over requests."""
     if demand.embeds:
         return _place_embedding(snapshot, demand)
     prefill = [c for c in snapshot.prefill if _serves(c.record)]
@@ -157,7 +157,7 @@ def place(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlaceme
 
 
 def _place_embedding(snapshot: Snapshot, demand: PlacementRequest) -> Placement | NoPlacement:
-    """The best worker among those that hand over."""
+    """Returns the best worker among those that hand over."""
     prefill = [c for c in snapshot.prefill if _serves(c.record)]
     if not prefill:
         return NoPlacement(shortage=Shortage.MISSING, reason=_missing(["prefill"], snapshot, _FOR_EMBEDDINGS))
@@ -258,7 +258,7 @@ class _Choice:
         return min(pairs, key=lambda pair: pair.cost, default=None)
 
     def _pick_two(self, sources: Sequence[Prediction], targets: Sequence[Prediction]) -> Sequence[tuple[Prediction, Prediction]]:
-        """The best of either side; where that is the same worker, each with the best other one."""
+        """Returns the best of either side; where that is the same worker, each with the best other one."""
         p, d = self._pick(sources), self._pick(targets)
         if _name(p) != _name(d):
             return [(p, d)]
@@ -294,7 +294,7 @@ class _Choice:
         return min(common, key=lambda transport: hand_over_s(_SOME_BYTES, transport), default=None)
 
     def _pick(self, predictions: Sequence[Prediction]) -> Prediction:
-        """The better of two among those that are near the best."""
+        """Returns the better of two among those that are near the best."""
         best = min(predictions, key=lambda p: p.cost)
         limit = best.cost + _NEAR * best.load_s
         near = [p for p in predictions if p.cost <= limit]
@@ -369,7 +369,7 @@ def _seconds(cost: float) -> str:
 
 
 def _beyond(predicted_s: float, target_ms: float | None) -> float:
-    """Seconds beyond the target."""
+    """Returns the seconds beyond the target."""
     return 0.0 if target_ms is None else max(0.0, predicted_s - target_ms / 1e3)
 
 
@@ -419,7 +419,7 @@ def _too_large(demand: PlacementRequest, prefill: Sequence[Candidate], decode: S
 
 
 def _incompatible(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
-    """Why KV cannot be converted, for one worker of each layout; the first few pairs."""
+    """Returns why KV cannot be converted, for one worker of each layout; the first few pairs."""
     sides = [{c.record.layout: c.record.worker_id for c in reversed(side)} for side in (prefill, decode)]
     pairs = list(itertools.product(sides[0].items(), sides[1].items()))
     parts = [f"from {p} to {d}, {_why_not(there, here)}" for (there, p), (here, d) in pairs[:_MAX_PAIRS_NAMED]]
@@ -436,7 +436,8 @@ def _why_not(there: LayoutRecord, here: LayoutRecord) -> str:
 
 
 def _versions_apart(prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> str:
-    """Each is near enough to the router's, and none of one side to any of the other's."""
+    """Returns which versions are too far from each other. Each is near enough to the router's, and none of one side to any of the
+    other's."""
     sides = [sorted({c.record.version for c in side}) for side in (prefill, decode)]
     return (
         f"prefill workers run {', '.join(sides[0])} and decode workers {', '.join(sides[1])}, more than one minor version apart; "

@@ -44,7 +44,7 @@ def num_content_chars(chat: inference_pb2.Chat) -> int:
 
 
 def num_chars(chat: inference_pb2.Chat) -> int:
-    """About how much there is to read, render and tokenize."""
+    """Returns about how many characters there are to read, render and tokenize."""
     num = len(chat.template_kwargs) + sum(len(tool) for tool in chat.tools)
     for message in chat.messages:
         num += len(message.role) + len(message.content) + len(message.reasoning) + _MESSAGE_CHARS

@@ -183,7 +183,7 @@ class HelperPool:
         return answer
 
     async def _replace(self) -> None:
-        """The next question need not wait for the start of a process."""
+        """Starts another process, so that the next question need not wait for the start of a process."""
         try:
             await self.start()
         except SetupError as error:

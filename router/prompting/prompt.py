@@ -71,7 +71,8 @@ class Prompt:
         return AnswerReader(self.tokenizer, sampling, splitter, prompt=before)
 
     def held(self, sampling: SamplingParams) -> SamplingParams:
-        """A grammar is of the answer: the model thinks freely before it."""
+        """Returns the parameters with a grammar that begins behind the reasoning. A grammar is of the answer: the model thinks freely
+        before it."""
         if self.reasoning is None or sampling.grammar is None:
             return sampling
         is_calls = self.tools.must
@@ -277,11 +278,11 @@ class PromptReader:
         )
 
     def most_unasked(self, max_model_len: int) -> int:
-        """The most that max_tokens may be where it is not given."""
+        """Returns the most that max_tokens may be where it is not given."""
         return min(self._default_max_tokens or max_model_len, max_model_len)
 
     def _unasked(self, room: int, num_prompt_tokens: int, pool_tokens: int) -> int:
-        """max_tokens of a request that gives none."""
+        """Returns max_tokens of a request that gives none."""
         return max(1, min(self._default_max_tokens or room, room, pool_tokens - num_prompt_tokens))
 
     async def check_grammar(self, sampling: SamplingParams) -> None:

@@ -57,7 +57,8 @@ class Renderer:
         self._long = HelperQueue("long chats are being rendered", most=_MAX_LONG, at_once=1)
 
     async def start(self) -> None:
-        """So that the first chat does not wait for it. Raises SetupError: a template that cannot be compiled within bounds."""
+        """Starts a process, so that the first chat does not wait for it. Raises SetupError: a template that cannot be compiled within
+        bounds."""
         if self._has_template:
             await self._pool.start()
 

@@ -64,7 +64,7 @@ class AnswerReader:
         return "" if response is None else response.piece.text
 
     def response(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse | None:
-        """One piece for all of `tokens`, text held back included if they end the answer. None: nothing to send."""
+        """Returns one piece for all of `tokens`, text held back included if they end the answer. None: nothing to send."""
         endings = [token.finish_reason for token in tokens]
         if self._careful or self.finish is not None or any(endings):
             return self._careful_response(tokens)
@@ -75,7 +75,7 @@ class AnswerReader:
         return self._response("", self._detokenizer.push(token_ids), token_ids, tokens)
 
     def _careful_response(self, tokens: Sequence[prefill_pb2.Token]) -> inference_pb2.GenerateResponse | None:
-        """Token by token, wherever one may end the answer or its reasoning."""
+        """Does so token by token, wherever one may end the answer or its reasoning."""
         taken: list[prefill_pb2.Token] = []
         parts: list[SplitText] = []
         unread: list[int] = []
@@ -137,7 +137,8 @@ class AnswerReader:
         return part
 
     def _watch(self, text: str, num_read: int) -> str:
-        """A stop string ends the answer if it is complete only after `min_tokens`, as vLLM has it; it may begin before."""
+        """Looks for stop strings. A stop string ends the answer if it is complete only after `min_tokens`, as vLLM has it; it may begin
+        before."""
         text = self._stops.push(text, may_end=num_read > self._min_tokens)
         if self._stops.matched is not None:
             self.finish = Finish(inference_pb2.FINISH_REASON_STOP, self._stops.matched)
@@ -145,7 +146,7 @@ class AnswerReader:
         return text
 
     def _end(self, token: prefill_pb2.Token, num_read: int) -> SplitText:
-        """Text still held back; it may complete a stop string, which then is what ended the answer."""
+        """Returns the text still held back; it may complete a stop string, which then is what ended the answer."""
         text = self._watch(self._detokenizer.finish(), num_read)
         if self.finish is None:
             text += self._stops.finish()

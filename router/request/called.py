@@ -40,7 +40,7 @@ class CallTaker:
         await self._write(response)
 
     async def end(self, finish: Finish) -> Finish:
-        """After the last piece: writes what may still be held back, of an answer that was cut off. Returns how the answer ended."""
+        """Writes, after the last piece, what may still be held back, of an answer that was cut off. Returns how the answer ended."""
         if events := self._parser.finish(cut=_was_cut(finish)):
             response = pb.GenerateResponse(piece=pb.Piece(position=self._answer.num_tokens))
             _add_events(response.piece, events)
@@ -50,7 +50,8 @@ class CallTaker:
 
 
 def _was_cut(finish: Finish) -> bool:
-    """The model did not end the answer itself: it was too long, was held back, or hit something that the client asked to stop at."""
+    """Returns whether the model did not end the answer itself: it was too long, was held back, or hit something that the client asked to
+    stop at."""
     return finish.reason != pb.FINISH_REASON_STOP or bool(finish.stop_reason)
 
 

@@ -31,7 +31,7 @@ class MemoryBudget:
         return Holding(self, caller)
 
     def change(self, caller: str, num_bytes: int) -> bool:
-        """More, or fewer where it is negative. False, and nothing is changed: there is no room for so many."""
+        """Counts more bytes, or fewer where it is negative. Returns False, and changes nothing, where there is no room for so many."""
         held = self._held[caller] + num_bytes
         if num_bytes > 0 and held > min(self.of_caller, self.of_all - self.num_held):
             return False
@@ -52,7 +52,7 @@ class Holding:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Negative: so many fewer. Raises ResourceExhausted, and holds what it held."""
+        """Holds so many bytes more, fewer where it is negative. Raises ResourceExhausted, and holds what it held."""
         if not self._budget.change(self._caller, num_bytes):
             raise ResourceExhausted(
                 f"answers that you have not taken yet fill the memory that there is for them ({self._budget.of_caller >> 20} MiB of one "

@@ -75,7 +75,7 @@ class Output:
         return self._prompt.next_position
 
     def push_prompt(self, part: inference_pb2.PromptLogprobs) -> None:
-        """Log probabilities of the prompt, before its first token; what has come is dropped."""
+        """Takes log probabilities of the prompt, before its first token; what has come is dropped."""
         if self._ended or self.cut is not None:
             return
         try:
@@ -86,7 +86,7 @@ class Output:
         self._wake()
 
     def push(self, token: prefill_pb2.Token) -> None:
-        """The token at `next_position`. After an end, a failure or a cut it is dropped."""
+        """Takes the token at `next_position`. After an end, a failure or a cut it is dropped."""
         assert token.position == len(self.token_ids), "tokens are pushed in order, each once"
         if self._ended or self.cut is not None:
             return
@@ -98,12 +98,12 @@ class Output:
         self._wake()
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Notes that nothing more will come."""
         self._ended = True
         self._wake()
 
     def fail(self, error: TwostepError) -> None:
-        """The client gets what is buffered, then the error."""
+        """Ends it with an error: the client gets what is buffered, then the error."""
         if not self._ended:
             self._error = error
             self.end()

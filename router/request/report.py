@@ -134,7 +134,7 @@ class RequestReport:
             self.waited_s += time.monotonic() - began
 
     def begin_attempt(self, placement: Placement) -> None:
-        """Called before its workers are asked: tokens may come before they have answered."""
+        """Notes a new attempt. Called before its workers are asked: tokens may come before they have answered."""
         self.placement, self.placed_at = placement, time.monotonic()
         prefill_worker = "" if placement.prefill is None else placement.prefill.worker_id
         decode_worker = placement.decode.worker_id
@@ -155,7 +155,7 @@ class RequestReport:
         self._computed(first, accepted_at, now)
 
     def on_pooled(self, pooled: prefill_pb2.PooledStates, accepted_at: float) -> None:
-        """The vector is here: what a first token is to others."""
+        """Notes that the vector is here: what a first token is to others."""
         self._computed(pooled, accepted_at, time.monotonic())
 
     def _computed(self, first: prefill_pb2.FirstToken | prefill_pb2.PooledStates, accepted_at: float, now: float) -> None:
@@ -177,13 +177,13 @@ class RequestReport:
             self.metrics.prediction.labels(kind, placed.path).observe(took_s / predicted_s)
 
     def on_piece(self, piece: inference_pb2.Piece) -> None:
-        """The client is about to be sent it."""
+        """Notes that the client is about to be sent it."""
         if piece.text and self.visible_at is None:
             self.visible_at = time.monotonic()
         self.metrics.num_generation_tokens += len(piece.token_ids)
 
     def on_computed_here(self, steps: StepTimes | None) -> None:
-        """The decode worker has computed the prompt: nothing is published, nothing fetched."""
+        """Notes that the decode worker has computed the prompt: nothing is published, nothing fetched."""
         self.committed_at = time.monotonic()
         self.transfer.transport, self.steps = "none", steps
 
@@ -195,7 +195,7 @@ class RequestReport:
         self.fetch_s = committed.fetch_s
 
     def on_decode_token(self, position: int, steps: StepTimes | None) -> None:
-        """Called for every token of every request: keep it short."""
+        """Notes when a token came. Called for every token of every request: keep it short."""
         now = self.last_decode_at = time.monotonic()
         # Between tokens of one step there is no gap.
         of_one_step = steps is not None and steps is self.steps and steps.step == steps.last_step
@@ -219,7 +219,7 @@ class RequestReport:
             self.gaps.keep(gap_s, partial(gap_between, position, gap_s, self.steps, steps))
 
     def _migrated(self, position: int, now: float) -> None:
-        """Another attempt's first token: the answer goes on."""
+        """Notes another attempt's first token: the answer goes on."""
         gap_s = now - (self.last_token_at or now)
         self.metrics.itl.observe(gap_s)
         if gap_s > self.gaps.least_s:

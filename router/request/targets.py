@@ -78,8 +78,8 @@ class Targets:
         return self.ttft_s is not None or self.tpot_s is not None or self.gap_s is not None
 
     def missed(self, ttft_s: float | None, tpot_s: float | None, gap_s: float) -> frozenset[Reason]:
-        """Those that an answer did not keep. A `ttft_s` of None: no token came; a `tpot_s` of None: there was but one. `gap_s`: its
-        longest."""
+        """Returns the targets that an answer did not keep. A `ttft_s` of None: no token came; a `tpot_s` of None: there was but one.
+        `gap_s`: its longest."""
         missed: set[Reason] = set()
         if self.ttft_s is not None and (ttft_s is None or ttft_s > self.ttft_s):
             missed.add(Reason.TARGET_TTFT)
@@ -120,9 +120,9 @@ def tenant_of(request: inference_pb2.GenerateRequest, known: str | None) -> str:
 
 
 def refusal(targets: Targets, *, waited_s: float, queue_s: float, placed: Placement, attainable: bool) -> Refused | None:
-    """Why a request that has waited for `waited_s` and would wait `queue_s` more must be refused; None: it need not be. Placement was asked
-    about the rest of its time. `attainable`: idle workers would keep what was promised, to a request that comes to them at once; otherwise
-    there is no telling when to come again."""
+    """Returns why a request that has waited for `waited_s` and would wait `queue_s` more must be refused; None: it need not be. Placement
+    was asked about the rest of its time. `attainable`: idle workers would keep what was promised, to a request that comes to them at once;
+    otherwise there is no telling when to come again."""
     if targets.tpot_s is not None and placed.predicted_tpot_s > targets.tpot_s and not placed.meets_targets:
         return Refused(
             Reason.TARGET_TPOT,

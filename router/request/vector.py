@@ -23,7 +23,7 @@ class VectorOutput:
             self._states.set_result(states)
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Notes that nothing more will come."""
         self.fail(InternalError("the request ended without its vector; look in the router's log"))
 
     def fail(self, error: TwostepError) -> None:

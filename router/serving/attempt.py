@@ -142,7 +142,7 @@ class Attempt:
                 log.info("request %s: prefill worker %s still holds its lease", self._job.request_id, self._prefill.record.worker_id)
 
     def close(self) -> None:
-        """Called once, whatever happened before."""
+        """Ends it on both workers. Called once, whatever happened before."""
         if self._giving is not None:
             self._giving.cancel()
         self._unqueue()
@@ -251,7 +251,8 @@ class Attempt:
             self._run_over.set()
 
     async def _attach(self, ticket: kv_pb2.Ticket) -> None:
-        """Repeated, which is safe, if the connection broke under it and came back: the reservation outlives that."""
+        """Hands the ticket to the decode worker. It is repeated, which is safe, if the connection broke under it and came back: the
+        reservation outlives that."""
         request = decode_pb2.AttachRequest(request_id=self._job.request_id, attempt=self._id[1], ticket=ticket)
         stream = self._decode.stream
         num_opened: int | None = None
@@ -366,7 +367,8 @@ class Attempt:
             self._on_token(first.token)
 
     def _on_prefill_lost(self, code: str, why: str) -> None:
-        """Before the first token it is over at once. After it, the decode worker may have all it needs: it has the word, for a while."""
+        """Decides whether the attempt is over. Before the first token it is over at once. After it, the decode worker may have all it
+        needs: it has the word, for a while."""
         self._run_over.set()
         self._give_first_token()
         if self._committed or self._ended.done():
@@ -416,7 +418,8 @@ class Attempt:
             self._ended.set_exception(AttemptFailed(link.life, client_error(code, message), retryable=retryable))
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A bug in a task must not leave the request waiting for what will never come."""
+        """Fails the attempt where one of its tasks ended with an error: a bug in a task must not leave the request waiting for what will
+        never come."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("request %s", self._job.request_id, exc_info=error)

@@ -321,7 +321,7 @@ class Dispatcher:
     def _place(
         self, demand: PlacementRequest, cached: Mapping[WorkerLife, CachedPrefix], refusals: _Refusals, lost: Set[WorkerLife]
     ) -> Placement | NoPlacement:
-        """Workers that lost an earlier attempt are asked again only if there are no others."""
+        """Picks workers for the next attempt. Workers that lost an earlier attempt are asked again only if there are no others."""
         pool = self._pool
         placed = self._decide(pool.snapshot(cached, excluded=refusals.workers | lost, no_prompts=refusals.prompts), demand)
         if lost and isinstance(placed, NoPlacement) and placed.shortage is Shortage.EXCLUDED:

@@ -105,7 +105,7 @@ class EmbeddingAttempt:
         self._output.push(event.pooled)
 
     def close(self) -> None:
-        """Called once, whatever happened before."""
+        """Ends it on the worker. Called once, whatever happened before."""
         self._unqueue()
         self._worker.users.discard(self)
         if self._call is not None:

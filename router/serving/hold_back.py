@@ -99,7 +99,8 @@ class HeldAnswer:
         self._replaced = False
 
     async def push(self, response: inference_pb2.GenerateResponse | None, *, last: bool) -> bool:
-        """The next piece; None if there is none any more. False: the answer ends here, whatever else there is. Raises Unavailable."""
+        """Takes the next piece; None if there is none any more. Returns False where the answer ends here, whatever else there is. Raises
+        Unavailable."""
         piece = inference_pb2.Piece() if response is None else response.piece
         before = {kind: self._text(kind) for kind in _KINDS}
         self._waiting.append(piece)
@@ -133,7 +134,7 @@ class HeldAnswer:
         self._waiting = deque(new + kept if kind == "reasoning" else kept + new)
 
     async def _release_old(self, window: int, *, last: bool) -> None:
-        """Whatever has `window` characters of its kind behind it."""
+        """Writes whatever has `window` characters of its kind behind it."""
         behind = {kind: len(self._text(kind)) for kind in _KINDS}
         while self._waiting:
             piece = self._waiting[0]

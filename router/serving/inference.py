@@ -451,7 +451,7 @@ class Inference:
         return self.prompts.most_unasked(self.max_model_len)
 
     def _pool_tokens(self) -> int:
-        """The most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""
+        """Returns the most that a decode worker's pool holds of one request. Without workers: as it was when there were some."""
         pools = [r.layout.num_tokens_in(r.num_blocks) for r in self._pool.records() if r.takes_over]
         self._last_pool_tokens = max(pools, default=self._last_pool_tokens)
         return self._last_pool_tokens
@@ -499,6 +499,6 @@ def request_id_of(given: str) -> str:
 
 
 def _unique(name: str) -> str:
-    """The workers' name for one call. Clients may use a name twice, at once (two clients, a repeated call) or later; to workers it names
-    blocks, leases and tokens, of which a second holder would get or cancel the first one's. `~` occurs in no client's name."""
+    """Returns the workers' name for one call. Clients may use a name twice, at once (two clients, a repeated call) or later; to workers it
+    names blocks, leases and tokens, of which a second holder would get or cancel the first one's. `~` occurs in no client's name."""
     return f"{name}~{uuid.uuid4().hex[:16]}"

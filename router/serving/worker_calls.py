@@ -64,8 +64,8 @@ def call_errors() -> Iterator[None]:
 
 
 def refusal_of(link: WorkerLink, error: CallFailed) -> Exception:
-    """A worker's answer to Reserve or Run that is no acceptance. What is wrong with the request itself goes to the client. A worker that
-    does not take this router's signature is none of this deployment's, whatever its record says: others are."""
+    """Returns the error for a worker's answer to Reserve or Run that is no acceptance. What is wrong with the request itself goes to the
+    client. A worker that does not take this router's signature is none of this deployment's, whatever its record says: others are."""
     code, message = error.code, f"{link.record.role} worker {link.record.worker_id}: {error.details}"
     if code in RETRYABLE or code == "UNAUTHENTICATED":
         full = code == "RESOURCE_EXHAUSTED"

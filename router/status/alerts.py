@@ -57,7 +57,7 @@ class Sight:
     nobody_decides: bool = False
 
     def before(self, seconds: float) -> AlertCounts:
-        """The latest counts that are so much older than the last ones, or the oldest there are."""
+        """Returns the latest counts that are so much older than the last ones, or the oldest there are."""
         last = self.counts[-1].at
         return next((each for each in reversed(self.counts) if last - each.at >= seconds), self.counts[0])
 

@@ -96,7 +96,8 @@ class StatusBoard:
         )
 
     def status_json(self) -> dict[str, Any]:
-        """Protobuf's JSON mapping with the proto's field names: unset optional fields are missing, 64-bit integers are strings."""
+        """Returns the status in Protobuf's JSON mapping with the proto's field names: unset optional fields are missing, 64-bit integers
+        are strings."""
         found: dict[str, Any] = MessageToDict(self.status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         return found
 
@@ -150,7 +151,7 @@ class StatusBoard:
             changed.set()
 
     def _latest(self) -> bytes:
-        """Made once a second, for all listeners together, if there are any."""
+        """Returns the latest event, made once a second, for all listeners together, if there are any."""
         if self._event is None:
             last = self._history[-1] if self._history else None
             self._event = json.dumps({"status": self.status_json(), "point": last}, separators=(",", ":")).encode()

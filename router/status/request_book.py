@@ -49,7 +49,8 @@ class RequestBook:
         self._live[id(report)] = report
 
     def ended(self, report: RequestReport) -> None:
-        """Its status is known. A request that could not even be read is not kept: whoever sends many of them would push out all others."""
+        """Notes that a request has ended and its status is known. A request that could not even be read is not kept: whoever sends many of
+        them would push out all others."""
         self._count(report)
         self._live.pop(id(report), None)
         self._counted.pop(id(report), None)
@@ -166,7 +167,7 @@ class RequestBook:
 
 
 def _heard_of(report: RequestReport) -> float:
-    """When its client got something last."""
+    """Returns when its client got something last."""
     return report.started if report.last_token_at is None else report.last_token_at
 
 

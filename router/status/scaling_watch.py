@@ -77,7 +77,8 @@ def heard(before: SeenDecision | None, text: bytes, signer: Signer, now_s: float
 
 
 def _switches(record: ScalingRecord) -> Mapping[str, str]:
-    """Those under way stand in the policy's memory. Where that is of another version, this decision's own are known."""
+    """Returns the switches of roles. Those under way stand in the policy's memory. Where that is of another version, this decision's own
+    are known."""
     if not isinstance(record.memory, str):
         return record.switches
     try:

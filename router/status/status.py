@@ -44,7 +44,7 @@ class Buckets:
     counts: tuple[int, ...] = (0,)
 
     def since(self, before: Buckets) -> Buckets:
-        """Those that came since."""
+        """Returns the observations that came since."""
         if before.bounds != self.bounds:
             return self
         return Buckets(self.bounds, tuple(max(0, now - then) for now, then in zip(self.counts, before.counts, strict=True)))
@@ -54,7 +54,7 @@ class Buckets:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """Below it lies `share` of the observations. 0 without any; the last bound for what is above all of them."""
+        """Returns the value below which `share` of the observations lies. 0 without any; the last bound for what is above all of them."""
         rank, below = share * self.total, 0
         if not self.bounds or not self.total:
             return 0.0
@@ -126,7 +126,7 @@ def counted(counter: Collector, label: str, **of: str) -> Mapping[str, float]:
 
 
 def observed(histogram: Collector, without: tuple[str, str] = ("", "")) -> Buckets:
-    """Over all label values, but for one value of one label."""
+    """Returns a histogram over all label values, but for one value of one label."""
     cumulative: dict[float, float] = {}
     for metric in histogram.collect():
         for sample in metric.samples:
@@ -144,7 +144,8 @@ def observed(histogram: Collector, without: tuple[str, str] = ("", "")) -> Bucke
 
 
 def sample_before(samples: Sequence[CounterSample], seconds: float) -> CounterSample:
-    """The latest that is at least so much older than the last one, or the oldest there is. `samples` in order, one at least."""
+    """Returns the latest sample that is at least so much older than the last one, or the oldest there is. `samples` in order, one at
+    least."""
     last = samples[-1].at
     for sample in reversed(samples):
         if last - sample.at >= seconds:
@@ -240,7 +241,7 @@ def refused_worker(refusal: Refusal) -> status_pb2.RefusedWorker:
 
 
 def _unsigned(value: int, bits: int = 32) -> int:
-    """A record may say anything: one worker that is wrong must not hide the others."""
+    """Returns a number that fits its field. A record may say anything: one worker that is wrong must not hide the others."""
     return min(max(0, value), (1 << bits) - 1)
 
 
@@ -296,7 +297,7 @@ def scaling_status(seen: SeenDecision, at: float, workers: Sequence[WorkerRecord
 
 
 def _text(value: object, most: int) -> str:
-    """Half a surrogate pair, which JSON may hold, is nothing that can be sent."""
+    """Returns text that can be sent. Half a surrogate pair, which JSON may hold, is nothing that can be sent."""
     return str(value)[:most].encode(errors="replace").decode()
 
 
@@ -307,8 +308,8 @@ Point = Mapping[str, float | None]
 
 
 def point(samples: Sequence[CounterSample], state: RouterGauges, work: RoleLoad, records: Iterable[WorkerRecord], unix_s: float) -> Point:
-    """The last of `samples`, with what came before it. Figures of workers are sums over them as of their last heartbeats; shares (of cached
-    tokens, of KV blocks in use) are of what all of them have."""
+    """Returns a point of the charts: the last of `samples`, with what came before it. Figures of workers are sums over them as of their
+    last heartbeats; shares (of cached tokens, of KV blocks in use) are of what all of them have."""
     now = samples[-1]
     load = router_load(sample_before(samples, _RATE_S), now, state, work)
     before = sample_before(samples, _PERCENTILE_S)
@@ -344,13 +345,13 @@ def point(samples: Sequence[CounterSample], state: RouterGauges, work: RoleLoad,
 
 
 def columns(points: Sequence[Point]) -> Mapping[str, Sequence[float | None]]:
-    """The same by name: a third of the bytes in JSON."""
+    """Returns the same points in a list by name: a third of the bytes in JSON."""
     names = points[-1] if points else ()
     return {name: [each.get(name) for each in points] for name in names}
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits are enough to draw."""
+    """Rounds to four digits, which are enough to draw."""
     if value is None or float(value).is_integer():
         return value
     return float(f"{value:.4g}") if abs(value) < 1e4 else round(value, 1)

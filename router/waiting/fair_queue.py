@@ -74,7 +74,7 @@ class QueueEntry:
 
     @classmethod
     def of(cls, job: RequestJob, *, ageing_s: float = AGEING_S) -> QueueEntry:
-        """Batch requests wait however long it takes, and an answer that was begun goes on."""
+        """Makes the entry of a request. Batch requests wait however long it takes, and an answer that was begun goes on."""
         ttft_s, num_prompt_tokens = job.targets.ttft_s, len(job.prompt) + len(job.resumed)
         due = job.arrived + (ageing_s if ttft_s is None else ttft_s)
         refusable = ttft_s is not None and job.request_class is not RequestClass.BATCH and not job.resumed
@@ -139,7 +139,7 @@ class FairQueue:
         return None
 
     def take(self, entry: QueueEntry, now: float) -> QueueTurn:
-        """It gets a turn, and is charged; it need not have waited."""
+        """Gives an entry its turn, and charges its tenant; it need not have waited."""
         mine = self._lanes[entry.request_class]
         number, passed_over, before = mine.waiting.get(entry, 0), mine.passed_over, mine.level
         mine.take(entry)
@@ -156,7 +156,7 @@ class FairQueue:
         return QueueTurn(number, passed_over, before, mine.level, tuple(aged))
 
     def give_back(self, entry: QueueEntry, turn: QueueTurn) -> None:
-        """The turn that was taken was of no use: it waits again, as if it had not been."""
+        """Takes back a turn that was of no use: the entry waits again, as if it had not been."""
         lane = self._lanes[entry.request_class]
         if lane.level == turn.level_after:
             lane.level = turn.level_before
@@ -167,7 +167,7 @@ class FairQueue:
         lane.join(entry, turn.number)
 
     def settle(self, entry: QueueEntry, num_tokens: int) -> None:
-        """One that had a turn is over: this is what it really took."""
+        """Charges what an entry that is over really took, in place of what was expected of it."""
         self._lanes[entry.request_class].charge(entry.tenant, num_tokens - entry.num_tokens)
 
     def elsewhere(self, tokens: Mapping[tuple[RequestClass, str], int]) -> None:
@@ -176,8 +176,8 @@ class FairQueue:
             lane.elsewhere({tenant: count for (its_class, tenant), count in tokens.items() if its_class == request_class})
 
     def tokens_before(self, entry: QueueEntry) -> float:
-        """Tokens that will be given out before `entry`, which need not be here, gets its turn, if no others come. As in a fluid: all
-        that is more urgent, its tenant's own earlier ones, and what these drag along of the others' by their shares."""
+        """Returns the tokens that will be given out before `entry`, which need not be here, gets its turn, if no others come. As in a
+        fluid: all that is more urgent, its tenant's own earlier ones, and what these drag along of the others' by their shares."""
         urgent = sum(lane.num_tokens for known, lane in self._lanes.items() if known < entry.request_class)
         return urgent + self._lanes[entry.request_class].tokens_before(entry)
 
@@ -273,7 +273,8 @@ class _Lane:
         self._forget_level_ones()
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """More, or less, than its counter has. One that was forgotten is at the level of the others: less is nothing to it."""
+        """Charges a tenant more, or less, than its counter has. One that was forgotten is at the level of the others: less is nothing to
+        it."""
         if tenant in self._counters or num_tokens > 0:
             self._counters[tenant] = self._counters.get(tenant, self.level) + num_tokens / self._quota.weight(tenant)
             self._forget_level_ones()
@@ -353,7 +354,7 @@ class OutputLengths:
         self._means: OrderedDict[str, float] = OrderedDict()
 
     def expected(self, tenant: str, max_tokens: int) -> int:
-        """Tokens of the next answer, at least one."""
+        """Returns the tokens expected of the next answer, at least one."""
         return max(1, min(max_tokens, round(self._means.get(tenant, _FIRST_GUESS_TOKENS))))
 
     def observe(self, tenant: str, num_tokens: int) -> None:

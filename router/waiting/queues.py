@@ -32,7 +32,7 @@ class QueueRate:
         self._since: float | None = None
 
     def served(self, num_tokens: int, now: float, *, waiting: bool) -> None:
-        """A turn was given. `waiting`: others still wait, so that the time until the next turn counts."""
+        """Notes that a turn was given. `waiting`: others still wait, so that the time until the next turn counts."""
         if self._since is not None:
             span = max(0.0, now - self._since)
             keep = math.exp(-span / _RATE_S)
@@ -41,12 +41,12 @@ class QueueRate:
         self._since = now if waiting else None
 
     def begins(self, now: float) -> None:
-        """A request waits, where none did."""
+        """Notes that a request waits, where none did."""
         if self._since is None:
             self._since = now
 
     def ends(self) -> None:
-        """No request waits any more."""
+        """Notes that no request waits any more."""
         self._since = None
 
     def seconds(self, num_tokens: float) -> float:
@@ -254,7 +254,7 @@ class WorkerQueue(_RequestQueue):
         return len(self._queue) + len(self._trying)
 
     def took(self, entry: QueueEntry) -> None:
-        """Workers have accepted it."""
+        """Notes that workers have accepted it."""
         now = time.monotonic()
         if self._trying.pop(entry, None) is None:
             self._queue.take(entry, now)
@@ -264,7 +264,7 @@ class WorkerQueue(_RequestQueue):
         self._pass_on()
 
     def settle(self, entry: QueueEntry, num_tokens: int) -> None:
-        """One that was taken is over, and took so many tokens."""
+        """Notes that one that was taken is over, and took so many tokens."""
         self._queue.settle(entry, num_tokens)
 
     @asynccontextmanager
@@ -297,7 +297,7 @@ class WorkerQueue(_RequestQueue):
         await self._until_turn(entry)
 
     def release(self) -> None:
-        """Something was given back that the first in the queue may want."""
+        """Wakes the queue: something was given back that the first in it may want."""
         self._released = True
         if self._rest is not None:
             self._wake()

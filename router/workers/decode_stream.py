@@ -88,7 +88,7 @@ class DecodeStream:
         return self._open.is_set()
 
     async def wait_open(self, timeout_s: float) -> bool:
-        """False: the worker did not take the stream in time."""
+        """Waits until the stream is open. Returns False where the worker did not take the stream in time."""
         if self._open.is_set():
             return True
         try:
@@ -107,7 +107,8 @@ class DecodeStream:
         self._sinks[attempt] = sink
 
     def remove(self, attempt: AttemptId, *, cancel: bool) -> None:
-        """Its events are dropped from now on. `cancel`: the worker may hold something of it, and is asked to free it."""
+        """Removes an attempt: its events are dropped from now on. `cancel`: the worker may hold something of it, and is asked to free
+        it."""
         self._sinks.pop(attempt, None)
         if cancel:
             self._cancel(attempt)
@@ -216,11 +217,11 @@ class _Outage:
         return _OPEN_TIMEOUT_S if self._given_up else max(0.01, min(_OPEN_TIMEOUT_S, lease_s - self.seconds))
 
     def shorten(self, backoff: float, lease_s: float) -> float:
-        """The last try is to end with the lease, not to begin after it."""
+        """Shortens a wait: the last try is to end with the lease, not to begin after it."""
         return backoff if self._given_up else min(backoff, _LAST_BACKOFF_IN_LEASE_S, max(0.01, lease_s - self.seconds))
 
     def is_over(self, lease_s: float, *, refused: bool) -> bool:
-        """Called after a try that failed. `refused`: nothing listened there."""
+        """Returns whether the lease is over. Called after a try that failed. `refused`: nothing listened there."""
         if self._given_up:
             return False
         now = time.monotonic()

@@ -64,7 +64,7 @@ class WorkerLink:
         return self.meter.queued_tokens
 
     def queue(self, num_tokens: int, request_class: RequestClass) -> None:
-        """So many more of them are there; below 0: fewer."""
+        """Counts so many more prompt tokens as queued there; below 0: fewer."""
         self.meter.queue(num_tokens, time.monotonic(), batch=request_class is RequestClass.BATCH)
 
     @property
@@ -73,7 +73,7 @@ class WorkerLink:
         return 0
 
     def touch(self) -> None:
-        """Something was heard from it."""
+        """Notes that something was heard from the worker."""
         self._last_event = time.monotonic()
 
     @property
@@ -152,7 +152,7 @@ class WorkerPool:
         self.decode: dict[WorkerLife, DecodeLink] = {}
 
     def channel_of(self, life: WorkerLife) -> grpc.aio.Channel | None:
-        """None: there is no link to it."""
+        """Returns the channel to a worker; None: there is no link to it."""
         link = self._links.get(life)
         return None if link is None else link.channel
 
@@ -161,7 +161,7 @@ class WorkerPool:
         return {**self.prefill, **self.decode}
 
     def records(self) -> Sequence[WorkerRecord]:
-        """Workers that may get new work, ready or not."""
+        """Returns the records of workers that may get new work, ready or not."""
         return [link.record for link in self._links.values() if not link.retired]
 
     def behind(self, num_steps: int) -> set[WorkerLife]:
@@ -223,7 +223,7 @@ class WorkerPool:
             self.prefill[life] = link
 
     def open_to(self, record: WorkerRecord) -> grpc.aio.Channel:
-        """A channel of the caller's own, whose calls are meant for that life alone."""
+        """Returns a channel of the caller's own, whose calls are meant for that life alone."""
         signature = self._signer.sign(record.worker_id, record.epoch)
         return open_channel(record.address, tls=self._tls, compression=self._compression, signature=signature)
 
@@ -270,7 +270,7 @@ class LoadMeter:
         self._recent_tokens = 0.0
 
     def queue(self, num_tokens: int, now: float, *, batch: bool = False) -> None:
-        """So many more of them are there; below 0: fewer."""
+        """Counts so many more prompt tokens as queued there; below 0: fewer."""
         self._token_seconds += self.queued_tokens * (now - self._changed)
         self._recent_tokens = self.recent_tokens(now) + (0 if batch else max(0, num_tokens))
         self._changed = now
@@ -279,11 +279,11 @@ class LoadMeter:
             self.batch_tokens += num_tokens
 
     def recent_tokens(self, now: float) -> float:
-        """Prompt tokens that were sent there lately, batch requests' aside; what was sent RECENT_S ago counts a third."""
+        """Returns the prompt tokens that were sent there lately, batch requests' aside; what was sent RECENT_S ago counts a third."""
         return self._recent_tokens * math.exp((self._changed - now) / RECENT_S)
 
     def observe(self, load: WorkerLoad, num_attempts: int, now: float) -> None:
-        """Whenever records are read: `load` has held since the last time, for all that is known."""
+        """Updates the means, whenever records are read: `load` has held since the last time, for all that is known."""
         elapsed = now - self._observed
         self.queue(0, now)
         own = self._token_seconds / elapsed if elapsed > 0 else float(self.queued_tokens)

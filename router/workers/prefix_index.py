@@ -142,9 +142,9 @@ class PrefixIndex:
         tiered: Set[WorkerLife] = frozenset(),
         sparse: Set[WorkerLife] = frozenset(),
     ) -> Mapping[WorkerLife, CachedPrefix]:
-        """The longest prefix that each worker holds, given the prompt's unit hashes under each worker's key; of the `tiered` ones, those in
-        host memory too; of the `sparse` ones, which tell only of boundaries where a state is, whatever they lack before. Workers with none
-        are left out. Empty if Redis is slow or away; never raises."""
+        """Returns the longest prefix that each worker holds, given the prompt's unit hashes under each worker's key; of the `tiered` ones,
+        those in host memory too; of the `sparse` ones, which tell only of boundaries where a state is, whatever they lack before. Workers
+        with none are left out. Empty if Redis is slow or away; never raises."""
         asked = {life: hashes for life, hashes in list(hashes_of.items())[:_MAX_WORKERS] if hashes}
         if not asked or self._overdue or len(self._pending) >= _MAX_PENDING or self._clock() < self._open_until:
             return NO_HINTS
@@ -257,10 +257,11 @@ class PrefixProbe:
 
 
 def run_length(flags: Sequence[int]) -> int:
-    """The middle of a prefix may be gone: what counts is the unbroken run from the start."""
+    """Returns the length of the unbroken run of prefixes that are there. The middle of a prefix may be gone: what counts is the unbroken
+    run from the start."""
     return next((i for i, flag in enumerate(flags) if not flag), len(flags))
 
 
 def last_length(flags: Sequence[int]) -> int:
-    """The longest of those that are there stands for all that is before."""
+    """Returns the length of the longest prefix that is there; it stands for all that is before."""
     return next((i + 1 for i in reversed(range(len(flags))) if flags[i]), 0)

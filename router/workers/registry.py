@@ -67,7 +67,7 @@ class Deployment:
     version: str = __version__
 
     def refuse(self, record: WorkerRecord) -> str | None:
-        """Why a worker cannot belong here, or None."""
+        """Returns why a worker cannot belong here, or None."""
         # First: what else a record of another version says may mean something else.
         if reason := why_not(self.version, record.version, us="the router", them="it"):
             return reason
@@ -252,7 +252,7 @@ class Registry(RedisExchange):
         return now - self._witnesses.heard_at(WorkerLife.of(record)) < _VOUCHED_S
 
     def _say(self, refusals: Sequence[Refusal]) -> None:
-        """Each once, and again when its reason changes; of very many some at a time."""
+        """Logs each refusal once, and again when its reason changes; of very many some at a time."""
         self.refusals = sorted(refusals, key=lambda refusal: refusal.worker_id)[:_MAX_REFUSALS]
         num_said = 0
         for refusal in self.refusals:

@@ -47,7 +47,7 @@ class Reservations:
             self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Whoever waits is refused with UNAVAILABLE. Idempotent."""
+        """Refuses whoever waits with UNAVAILABLE. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
