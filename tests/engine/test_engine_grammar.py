@@ -200,7 +200,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.real = constrained_sequences.advance
+        self.real = constrained_sequences.make_all
 
     def __call__(self, work: Any) -> Any:
         assert self.go.wait(WAIT_S)
@@ -210,7 +210,7 @@ class Slow:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made = Slow()
-    monkeypatch.setattr(constrained_sequences, "advance", made)
+    monkeypatch.setattr(constrained_sequences, "make_all", made)
     yield made
     made.go.set()
 

@@ -460,7 +460,8 @@ class Runner(Protocol):
         ...
 
     def new_host_blocks(self, count: int) -> npt.NDArray[np.uint8]:
-        """uint8 [count, block_bytes] of undefined content, in the memory that read_blocks and write_blocks copy to and from fastest."""
+        """Returns uint8 [count, block_bytes] of undefined content, in the memory that read_blocks and write_blocks copy to and from
+        fastest."""
         ...
 
     def pin_host(self, memory: npt.NDArray[np.uint8]) -> Callable[[], None]:

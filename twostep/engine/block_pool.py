@@ -48,14 +48,14 @@ class NetChange:
         self._removed: dict[bytes, None] = {}
 
     def add(self, digest: bytes) -> None:
-        """It was not there and is now."""
+        """Notes a hash that was not there and is now."""
         if digest in self._removed:
             del self._removed[digest]
         else:
             self._added[digest] = None
 
     def remove(self, digest: bytes) -> None:
-        """It was there and is no more."""
+        """Notes a hash that was there and is no more."""
         if digest in self._added:
             del self._added[digest]
         else:
@@ -73,11 +73,11 @@ class CacheWatcher(Protocol):
     """Keeps what the pool gives up. Called in the midst of it: it looks, and changes nothing in the pool."""
 
     def on_cached(self, block: int) -> None:
-        """A findable block has lost its last owner."""
+        """Is called when a findable block has lost its last owner."""
         ...
 
     def on_taken(self, block: int) -> None:
-        """It has an owner again, or is about to be given to new content; its hash leads to it still."""
+        """Is called when such a block has an owner again, or is about to be given to new content; its hash leads to it still."""
         ...
 
 
@@ -137,7 +137,7 @@ class BlockPool:
         return self._num_owners[block]
 
     def generation(self, block: int) -> int:
-        """uint32; see above."""
+        """Returns the block's generation, uint32; see above."""
         return self._generations[block]
 
     def hash_of(self, block: int) -> bytes | None:
@@ -146,7 +146,7 @@ class BlockPool:
         return self._hash_of[block]
 
     def cached(self) -> list[int]:
-        """Blocks without owner that hold a findable prefix: those given out first come first."""
+        """Returns the blocks without owner that hold a findable prefix: those given out first come first."""
         return list(self._lru)
 
     def announces(self, block: int) -> bool:
@@ -378,7 +378,7 @@ def group_key(digest: bytes, group: int) -> bytes:
 
 
 def _numbers(numbers: Iterable[int], count: int) -> npt.NDArray[np.int32]:
-    """Like numpy's fromiter, which would let no other thread run before its end."""
+    """Returns an iterator's numbers as an array, like numpy's fromiter, which would let no other thread run before its end."""
     rest = iter(numbers)
     parts = [np.fromiter(islice(rest, _PART), np.int32) for _ in range(0, count, _PART)]
     return np.concatenate([np.empty(0, np.int32), *parts])

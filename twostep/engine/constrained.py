@@ -1,6 +1,6 @@
 """The sequences that are held to a grammar: who has a mask for its next token, and the threads that make masks.
 
-    step n samples a token ─ settle ─▶ advance ─ another thread: grammar, mask ─▶ advanced ─▶ the sequence is planned again
+    step n samples a token ─ settle ─▶ ask ─ another thread: grammar, mask ─▶ take_masks ─▶ the sequence is planned again
 
 Where tokens are drafted, the same thread makes a mask for each of those too, and drafts itself what the grammar forces.
 
@@ -29,15 +29,15 @@ _THREADS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Advanced:
-    """The result of an advance: what may come next, or why nothing may."""
+class NextMask:
+    """What may come next in a sequence, or why nothing may."""
 
     next: NextTokens | None
     failure: str = ""
 
 
-class Advance(NamedTuple):
-    """Asks for a constraint to be brought up to date: after these tokens, which follow those it knows, and with at most `most` drafts."""
+class MaskRequest(NamedTuple):
+    """Asks for the mask behind `tokens`, which follow those that the constraint knows, and behind at most `most` drafts."""
 
     constraint: Constraint
     tokens: Sequence[int]
@@ -53,13 +53,13 @@ class ConstrainedSequences:
         # Those whose next mask is not known: they are in no step that samples.
         self.unready: set[EngineSequence] = set()
         # After which tokens masks are to be made.
-        self._to_advance: list[tuple[EngineSequence, Sequence[int]]] = []
+        self._requests: list[tuple[EngineSequence, Sequence[int]]] = []
         self._failures: list[SequenceFailure] = []
         # Threads are made from the first sequence on.
         self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="grammar")
 
     def ended(self, sequence: EngineSequence) -> None:
-        """It waits for no mask any more."""
+        """Forgets a sequence that has ended: it waits for no mask any more."""
         self.unready.discard(sequence)
 
     @property
@@ -72,41 +72,41 @@ class ConstrainedSequences:
         return bool(self._failures)
 
     def planned(self, work: StepWork) -> None:
-        """A sequence that samples in this step is ready again once it is known what, and what may follow that."""
+        """Notes that a step is planned: a sequence that samples in it is ready again once it is known what, and what may follow that."""
         self.unready.update(sequence for _, sequence, _ in work.masks)
 
-    def follow(self, work: StepWork) -> None:
-        """A step is settled: those of it that go on are to be advanced."""
+    def settled(self, work: StepWork) -> None:
+        """Asks for the next masks of those that go on, now that their step is settled."""
         for sequence in dict.fromkeys(sequence for _, sequence, _ in work.masks):
             if sequence.constraint is not None and sequence.state in (SequenceState.RUNNING, SequenceState.PREEMPTED):
-                self.advance(sequence, sequence.tokens[sequence.request.num_prompt_tokens + len(sequence.constraint.live.tokens) :])
+                self.ask(sequence, sequence.tokens[sequence.request.num_prompt_tokens + len(sequence.constraint.live.tokens) :])
             else:
                 self.unready.discard(sequence)
 
-    def advance(self, sequence: EngineSequence, tokens: Sequence[int]) -> None:
-        """It has these tokens now."""
+    def ask(self, sequence: EngineSequence, tokens: Sequence[int]) -> None:
+        """Asks for the mask behind these tokens, which the sequence has now; `make_masks` begins to make it."""
         if sequence.constraint is not None:
             sequence.constraint.next = None
             self.unready.add(sequence)
-            self._to_advance.append((sequence, tuple(tokens)))
+            self._requests.append((sequence, tuple(tokens)))
 
-    def make_masks(self, on_ready: Callable[[Sequence[EngineSequence], Sequence[Advanced]], None]) -> None:
+    def make_masks(self, on_ready: Callable[[Sequence[EngineSequence], Sequence[NextMask]], None]) -> None:
         """Begins to make the masks that are due, if any. `on_ready` is called once, on another thread, with one result for each sequence;
-        then comes `advanced`."""
-        work, self._to_advance = self._to_advance, []
+        then comes `take_masks`."""
+        work, self._requests = self._requests, []
         if work:
-            advances = [
-                self._advance(sequence, sequence.constraint, tokens) for sequence, tokens in work if sequence.constraint is not None
+            requests = [
+                self._request(sequence, sequence.constraint, tokens) for sequence, tokens in work if sequence.constraint is not None
             ]
-            self._threads.submit(lambda: on_ready([sequence for sequence, _ in work], advance(advances)))
+            self._threads.submit(lambda: on_ready([sequence for sequence, _ in work], make_all(requests)))
 
-    def _advance(self, sequence: EngineSequence, constraint: Constraint, tokens: Sequence[int]) -> Advance:
+    def _request(self, sequence: EngineSequence, constraint: Constraint, tokens: Sequence[int]) -> MaskRequest:
         if self._drafting is None:
-            return Advance(constraint, tokens)
-        return Advance(constraint, tokens, self._drafting.look_up(sequence), self._drafting.num_wanted(sequence))
+            return MaskRequest(constraint, tokens)
+        return MaskRequest(constraint, tokens, self._drafting.look_up(sequence), self._drafting.num_wanted(sequence))
 
-    def advanced(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced], end: Callable[[EngineSequence], None]) -> None:
-        """Their masks are made, or cannot be: then `end` is called. Those that have ended meanwhile are passed over."""
+    def take_masks(self, sequences: Sequence[EngineSequence], results: Sequence[NextMask], end: Callable[[EngineSequence], None]) -> None:
+        """Takes the masks that were made. Where there is none, `end` is called. Sequences that have ended meanwhile are passed over."""
         for sequence, result in zip(sequences, results, strict=True):
             if sequence.state is SequenceState.ENDED or sequence.constraint is None:
                 continue
@@ -123,7 +123,7 @@ class ConstrainedSequences:
         return taken
 
 
-def advance(work: Sequence[Advance]) -> Sequence[Advanced]:
+def make_all(work: Sequence[MaskRequest]) -> Sequence[NextMask]:
     """Returns one result for each constraint without a mask. Never raises."""
     for each in work:
         each.constraint.live.tokens += each.tokens
@@ -132,21 +132,21 @@ def advance(work: Sequence[Advance]) -> Sequence[Advanced]:
         return [_result(each, allowed) for each, allowed in zip(work, found, strict=True)]
     except Exception:
         log.exception("the masks of %d sequences could not be made side by side; each is made by itself", len(work))
-        return [_advance_alone(each) for each in work]
+        return [_make_alone(each) for each in work]
 
 
-def _advance_alone(work: Advance) -> Advanced:
+def _make_alone(work: MaskRequest) -> NextMask:
     """Does so whatever became of an attempt with others."""
     try:
         return _result(work._replace(most=0), work.constraint.live.again())
     except Exception as error:
         # Whatever it was, this sequence cannot go on, and none may be kept waiting.
         log.exception("a mask could not be made")
-        return Advanced(None, f"the answer's grammar failed: {type(error).__name__}")
+        return NextMask(None, f"the answer's grammar failed: {type(error).__name__}")
 
 
-def _result(work: Advance, allowed: AllowedTokens) -> Advanced:
+def _result(work: MaskRequest, allowed: AllowedTokens) -> NextMask:
     if allowed.failure:
-        return Advanced(None, f"the answer's grammar cannot be followed any further: {allowed.failure}; make it simpler")
+        return NextMask(None, f"the answer's grammar cannot be followed any further: {allowed.failure}; make it simpler")
     following = work.constraint.after(allowed, work.proposed, work.most)
-    return Advanced(following, "" if following is not None else DEAD_END)
+    return NextMask(following, "" if following is not None else DEAD_END)

@@ -34,7 +34,7 @@ from twostep.engine.batch import KvShape, Runner
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.block_pool import BlockPool
 from twostep.engine.config import EngineConfig
-from twostep.engine.constrained import Advanced, ConstrainedSequences
+from twostep.engine.constrained import ConstrainedSequences, NextMask
 from twostep.engine.drafts import Drafting
 from twostep.engine.host_copies import HostCopies
 from twostep.engine.host_tier import HostLoad, HostTier
@@ -294,7 +294,7 @@ class Engine:
             return not self._scheduler.drafts_next(self._launch_s)
 
     def _launch(self) -> bool:
-        """False: there is nothing to plan now."""
+        """Plans a step and launches it. Returns False where there is nothing to plan now."""
         self.host_copies.copy_all()
         work = None
         while work is None:
@@ -312,7 +312,7 @@ class Engine:
         return True
 
     def _prepare_drafts(self) -> None:
-        """A draft model computes while nothing else is on the device, and before the step begins: it is no part of the step's time."""
+        """Lets a draft model compute while nothing else is on the device, and before the step begins: it is no part of the step's time."""
         if self._drafting is None or not self._drafting.computes:
             return
         wanted, most_rows = list[WantedDrafts](), 0
@@ -376,7 +376,7 @@ class Engine:
         )
 
     def _learn_slowness(self, launched: LaunchedStep, seconds: float, num_tokens: int) -> None:
-        """A step came so long after the one before it, after which there was more to do at once, and gave so many tokens."""
+        """Notes that a step came so long after the one before it, after which there was more to do at once, and gave so many tokens."""
         work, workload, curve = launched.work, launched.workload, self._pacing.curve
         if self._drafting is None or curve is None or not self._runner.overlaps:
             return
@@ -461,7 +461,7 @@ class Engine:
             )
 
     def _make(self, request: EngineRequest, *, hold: bool, state: SequenceState) -> EngineSequence:
-        """Without the lock: hashing a long prompt takes about a millisecond."""
+        """Makes a sequence, without the lock: hashing a long prompt takes about a millisecond."""
         return make_sequence(
             request,
             hold=hold,
@@ -479,7 +479,8 @@ class Engine:
         return True
 
     def _note_work(self) -> None:
-        """After every change, under the lock: starts or stops the stall clock, and wakes the engine's thread and that of the copies."""
+        """Is called after every change, under the lock: starts or stops the stall clock, and wakes the engine's thread and that of the
+        copies."""
         self._constrained.make_masks(self._on_masks)
         has_work = self._scheduler.has_work
         if has_work or self._tier.has_copies:
@@ -489,13 +490,13 @@ class Engine:
         elif self._busy_since is None:
             self._busy_since = self._clock()
 
-    def _on_masks(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced]) -> None:
+    def _on_masks(self, sequences: Sequence[EngineSequence], results: Sequence[NextMask]) -> None:
         with self._changed:
-            self._scheduler.advanced(sequences, results)
+            self._scheduler.take_masks(sequences, results)
             self._note_work()
 
     def _on_loaded(self, load: HostLoad, ok: bool) -> None:
-        """Under the lock."""
+        """Takes what was copied from the host tier. Under the lock."""
         self._scheduler.loaded(load, ok=ok)
         self._note_work()
 

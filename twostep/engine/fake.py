@@ -200,7 +200,7 @@ class FakeRunner:
         return sampled
 
     def run(self, batch: Batch) -> Sampled:
-        """One step of the device, now. Nothing is carried."""
+        """Runs one step of the device, now. Nothing is carried."""
         start = self._clock()
         if self._marks:
             self._write_slowly(batch)
@@ -247,7 +247,7 @@ class FakeRunner:
         return lambda: None
 
     def _write_slowly(self, batch: Batch) -> None:
-        """Layer by layer, each at the end of its share of the step's time."""
+        """Writes KV layer by layer, each at the end of its share of the step's time."""
         num_layers = self._shape.num_layers
         for layer in range(num_layers):
             self._compute(layer, (self.step_s + self.per_token_s * len(batch.token_ids)) / num_layers)

@@ -180,7 +180,7 @@ class Constraint:
         return NextTokens(masks, drafts)
 
     def _mask(self, allowed: AllowedTokens, num_drafts: int) -> npt.NDArray[np.int32] | None:
-        """int32 [words]; None: no token may come."""
+        """Returns the mask of the next token, int32 [words]; None: no token may come."""
         mask = allowed.bits & ~self._every
         if allowed.complete:
             if len(self.live.tokens) + num_drafts >= self._min_tokens:
@@ -300,7 +300,7 @@ class GrammarCompiler:
 
 
 def make_bits(words: int, tokens: Iterable[int]) -> npt.NDArray[np.int32]:
-    """int32 [words] with these tokens' bits set, and no others; tokens beyond them are left out."""
+    """Returns int32 [words] with these tokens' bits set, and no others; tokens beyond them are left out."""
     flags = np.zeros(words * WORD, np.uint8)
     there = np.fromiter(tokens, np.int64)
     flags[there[(there >= 0) & (there < len(flags))]] = 1

@@ -95,7 +95,7 @@ class HostCopies:
             self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """After the copy under way. Idempotent; what is still to be copied is left to `copy_all`."""
+        """Ends the thread after the copy under way. Idempotent; what is still to be copied is left to `copy_all`."""
         thread = self._thread
         if thread is None:
             return
@@ -130,7 +130,7 @@ class HostCopies:
                 self._changed.notify_all()
 
     def _copy_next(self) -> bool:
-        """One load or a batch of saves. False: there is nothing."""
+        """Makes the copies of one load or of a batch of saves. Returns False where there is nothing."""
         if not self._tier.num_rows:
             return False
         with self._changed:

@@ -125,11 +125,11 @@ class HostTier:
         return bool(self._rest) and self._pool.num_free + len(self._front) < self._ahead
 
     def on_cached(self, block: int) -> None:
-        """A findable block has lost its last owner."""
+        """Notes that a findable block has lost its last owner."""
         self._rest[block] = None
 
     def on_taken(self, block: int) -> None:
-        """It has an owner again, or is about to be given out."""
+        """Notes that such a block has an owner again, or is about to be given out."""
         if block in self._front:
             del self._front[block]
         else:
@@ -154,7 +154,7 @@ class HostTier:
         return sorted(copies)
 
     def saved(self, copies: Sequence[SavedBlock], *, ok: bool) -> None:
-        """They are copied, or that failed: it is tried again when it is cached the next time."""
+        """Notes that these blocks are copied, or that the copy failed: it is tried again when a block is cached the next time."""
         if ok:
             self.copied_bytes += len(copies) * self._block_bytes
         for row, block, generation, digest, reused in copies:
@@ -198,7 +198,7 @@ class HostTier:
             heapq.heappush(self._free_rows, entry.row)
 
     def asked(self, hashes: Sequence[bytes]) -> None:
-        """A sequence has these blocks, in the pool, here or nowhere yet."""
+        """Counts that a sequence has asked for these blocks, which are in the pool, here or nowhere yet."""
         if self.num_rows:
             for group in range(self._pool.num_groups):
                 self._order.asked(hashes if group == 0 else [group_key(digest, group) for digest in hashes])
@@ -245,7 +245,7 @@ class HostTier:
         return self._to_load.popleft() if self._to_load else None
 
     def loaded(self, load: HostLoad, *, ok: bool) -> None:
-        """It is copied. Not `ok`: it cannot be, and is not found here again."""
+        """Notes that a load is copied. Not `ok`: it cannot be, and its blocks are not found here again."""
         del self._loading[load.sequence.seq_id]
         load.sequence.loading = False
         load.sequence.num_steps -= 1

@@ -70,7 +70,8 @@ class Pacing:
         return max(0.0, self._least_s(work) - running_s - _LAUNCHES * launch_s - _SLACK_S)
 
     def _least_s(self, work: StepWorkload) -> float:
-        """It takes at least so long, judged by the last ones: time grows with each kind of work, and from a part that is always there."""
+        """Returns how long a step takes at least, in seconds, judged by the last ones: time grows with each kind of work, and from a part
+        that is always there."""
         least_s = self._sure * min((_share(work, before) * seconds for before, seconds in self._last), default=0.0)
         return min(least_s, _LONGEST_S if self.curve is None else _OF_CURVE * self.curve.step_s(work))
 

@@ -43,15 +43,15 @@ class ReuseOrder:
         yield from self._reused
 
     def asked(self, hashes: Sequence[bytes]) -> None:
-        """A prompt had these prefixes, here or not."""
+        """Counts that a prompt asked for these prefixes, which are here or not."""
         for digest in hashes:
             self._asked[digest] = digest in self._asked or digest in self._asked_before
         if len(self._asked) > _REMEMBERED * self.capacity:
             self._asked, self._asked_before = {}, self._asked
 
     def used(self, hashes: Sequence[bytes]) -> None:
-        """These, all of which are in, were read from here, in the sequence's order: they have been asked for twice. The head is the last
-        to go."""
+        """Notes that these, all of which are in, were read from here, in the sequence's order: they have been asked for twice. The head is
+        the last to go."""
         for digest in reversed(hashes):
             self._once.pop(digest, None)
             self._reused[digest] = None
@@ -62,13 +62,13 @@ class ReuseOrder:
         return self._asked.get(digest) or self._asked_before.get(digest, False)
 
     def put(self, digest: bytes, *, reused: bool) -> None:
-        """It is in from now on, used most recently. The caller has made room."""
+        """Takes a hash in, as the one used most recently. The caller has made room."""
         assert digest not in self
         assert len(self) < self.capacity
         (self._reused if reused else self._once)[digest] = None
 
     def drop(self, digest: bytes) -> None:
-        """It is in no more."""
+        """Takes a hash out."""
         if digest in self._once:
             del self._once[digest]
         else:

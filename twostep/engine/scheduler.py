@@ -49,7 +49,7 @@ import numpy.typing as npt
 from twostep.engine.batch import Sampled
 from twostep.engine.block_manager import BlockManager
 from twostep.engine.config import EngineConfig
-from twostep.engine.constrained import Advanced, ConstrainedSequences
+from twostep.engine.constrained import ConstrainedSequences, NextMask
 from twostep.engine.draft_choice import DraftBounds
 from twostep.engine.drafts import Drafting, may_go_on, num_sampled
 from twostep.engine.host_tier import HostLoad
@@ -281,7 +281,7 @@ class Scheduler:
         sequence.confirmed = confirmed
         self._register(sequence)
         sequence.tokens.extend(output_ids)
-        self._constrained.advance(sequence, output_ids)
+        self._constrained.ask(sequence, output_ids)
         self._coming_gaps.pop(seq_id, None)
         sequence.begin_pace(now)
         self._run(sequence)
@@ -401,30 +401,7 @@ class Scheduler:
         failed. `now`, and `free_at`, when the step that runs is likely over and this one begins: of any one clock, in seconds."""
         assert len(self._planned) < 2
         self._planned_at, self._begins_at = now, free_at
-        unready = self._constrained.unready
-        active, short, num_spare = [], [], None
-        # Fields, not properties, in loops over all sequences: a call would cost as much as the rest of a turn.
-        for sequence in self._running.values():
-            if sequence.gives_way or sequence.loading or (unready and sequence in unready):
-                continue
-            num_tokens = len(sequence.tokens) + sequence.num_pending
-            # The token in flight is the last one here, whatever it is.
-            if sequence.num_pending and (sequence.hold or num_tokens >= sequence.max_len):
-                continue
-            if sequence.num_pending > 1:
-                if not may_go_on(sequence):
-                    continue
-                if num_tokens > sequence.num_slots:
-                    # It has room for what is sampled if no draft is accepted: for drafts nobody gives way.
-                    num_spare = self._num_spare(now) if num_spare is None else num_spare
-                    num_blocks = -(-(num_tokens - sequence.num_slots) // self._blocks.block_size)
-                    if num_blocks > num_spare:
-                        continue
-                    self._blocks.extend(sequence, num_blocks)
-                    num_spare -= num_blocks
-            active.append(sequence)
-            if num_tokens > sequence.num_slots:
-                short.append((sequence, -(-(num_tokens - sequence.num_slots) // self._blocks.block_size)))
+        active, short = self._plannable(now)
         ready = self._grow(active, short)
         if len(ready) < len(active):
             active = [sequence for sequence in active if sequence.is_plannable]
@@ -448,6 +425,35 @@ class Scheduler:
                 if sequence.decodes:
                     sequence.begin_pace(ends_at)
         return work
+
+    def _plannable(self, now: float) -> tuple[list[EngineSequence], list[tuple[EngineSequence, int]]]:
+        """Returns the running sequences that may be in the next step, in order; and those of them whose tokens need more blocks, each with
+        how many of each group of layers."""
+        unready = self._constrained.unready
+        active, short, num_spare = list[EngineSequence](), list[tuple[EngineSequence, int]](), None
+        # Fields, not properties, in loops over all sequences: a call would cost as much as the rest of a turn.
+        for sequence in self._running.values():
+            if sequence.gives_way or sequence.loading or (unready and sequence in unready):
+                continue
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            # The token in flight is the last one here, whatever it is.
+            if sequence.num_pending and (sequence.hold or num_tokens >= sequence.max_len):
+                continue
+            if sequence.num_pending > 1:
+                if not may_go_on(sequence):
+                    continue
+                if num_tokens > sequence.num_slots:
+                    # It has room for what is sampled if no draft is accepted: for drafts nobody gives way.
+                    num_spare = self._num_spare(now) if num_spare is None else num_spare
+                    num_blocks = -(-(num_tokens - sequence.num_slots) // self._blocks.block_size)
+                    if num_blocks > num_spare:
+                        continue
+                    self._blocks.extend(sequence, num_blocks)
+                    num_spare -= num_blocks
+            active.append(sequence)
+            if num_tokens > sequence.num_slots:
+                short.append((sequence, -(-(num_tokens - sequence.num_slots) // self._blocks.block_size)))
+        return active, short
 
     def _plan(
         self, active: Sequence[EngineSequence], ready: Sequence[EngineSequence], now: float, *, unlimited: bool = False
@@ -819,10 +825,10 @@ class Scheduler:
         elif load.sequence.state is SequenceState.RUNNING:
             self._register(load.sequence)
 
-    def advanced(self, sequences: Sequence[EngineSequence], results: Sequence[Advanced]) -> None:
+    def take_masks(self, sequences: Sequence[EngineSequence], results: Sequence[NextMask]) -> None:
         """Takes the masks of constrained sequences, or why there are none."""
         self._blocked = False
-        self._constrained.advanced(sequences, results, self.end)
+        self._constrained.take_masks(sequences, results, self.end)
 
     # ---- settling ---------------------------------------------------------------------------------------------------
 
@@ -883,15 +889,15 @@ class Scheduler:
                 self._append(sequence, sampled.token_ids[first_row], extras.get(first_row) if extras else None, tokens)
             elif num_pooled and sampled.pooled is not None:
                 match self._pool_rows(sequence, sampled.pooled[pooled_row]):
-                    case PooledPrompt() as told:
-                        pooled.append(told)
+                    case PooledPrompt() as prompt:
+                        pooled.append(prompt)
                     case SequenceFailure() as failure:
                         failures.append(failure)
             if sequence.gives_way and not sequence.num_steps:
                 self._preempt(sequence)
         if self._drafting is not None and work.num_decodes:
             self._drafting.settled(work, self.curve)
-        self._constrained.follow(work)
+        self._constrained.settled(work)
         return StepResult(tokens=tokens, progress=progress, failures=failures, scores=scores, pooled=pooled)
 
     def _take_drafts(
@@ -901,13 +907,13 @@ class Scheduler:
         token_ids: Sequence[int],
         first_row: int,
         extras: Mapping[int, TokenExtras],
-        told: StepTokens,
+        output: StepTokens,
     ) -> int:
         """Appends the drafts that are what was sampled, in rows from `first_row` on. Returns how many tokens of the sequence the step has
         computed: after the last of these comes another one."""
         count = num_sampled(sequence, drafted, token_ids)
         for i in range(count - 1):
-            self._append(sequence, token_ids[i], extras.get(first_row + i), told)
+            self._append(sequence, token_ids[i], extras.get(first_row + i), output)
         # The others' KV is written over by what comes instead.
         sequence.num_planned -= len(token_ids) - count
         if self._planned:
@@ -978,7 +984,7 @@ class Scheduler:
         self.end(sequence)
         return SequenceFailure(seq_id=sequence.seq_id, message=message, kind=FailureKind.NO_TOKEN)
 
-    def _append(self, sequence: EngineSequence, token_id: int, extras: TokenExtras | None, told: StepTokens) -> None:
+    def _append(self, sequence: EngineSequence, token_id: int, extras: TokenExtras | None, output: StepTokens) -> None:
         """Adds a sampled token to its sequence, which goes on, is held, or has ended, and to what the step tells."""
         request, tokens = sequence.request, sequence.tokens
         position = len(tokens) - request.num_prompt_tokens
@@ -993,10 +999,10 @@ class Scheduler:
             del self._running[sequence.seq_id]
             sequence.state = SequenceState.HELD
         if extras is not None:
-            told.extras[len(told.seq_ids)] = extras
-        told.seq_ids.append(request.seq_id)
-        told.token_ids.append(token_id)
-        told.positions.append(position)
+            output.extras[len(output.seq_ids)] = extras
+        output.seq_ids.append(request.seq_id)
+        output.token_ids.append(token_id)
+        output.positions.append(position)
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 

@@ -177,7 +177,8 @@ class EngineSequence:
         return num_tokens - self.num_planned == 1 and num_tokens > len(self.given)
 
     def begin_pace(self, now: float) -> None:
-        """Its last token, sampled or in flight, comes then, and it decodes from there on: what it was promised counts."""
+        """Notes that its last token, sampled or in flight, comes at `now`, in seconds: from there on it decodes, and what it was promised
+        counts."""
         if self.promise is not None:
             self.promise.begin(now, len(self.tokens) + self.num_pending - 1, self.max_len - 1)
 
@@ -221,22 +222,8 @@ def make_sequence(
 ) -> EngineSequence:
     """Checks a request and hashes its blocks. With an encoder no block is hashed: what is in it depends on all of the prompt, not only on
     what comes before it. Raises InvalidRequest (ContextExceeded) with what to change."""
-    tokens = list(request.token_ids)
-    if not 1 <= request.num_prompt_tokens <= len(tokens):
-        raise InvalidRequest(f"the prompt has {request.num_prompt_tokens} of {len(tokens)} tokens; give at least one")
-    try:
-        given = np.frombuffer(token_bytes(tokens), "<u4").astype(np.int64)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary: {error.message}") from error
-    if given.max() >= vocab_size:
-        raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary; found {given.max()}")
-    if len(tokens) >= max_model_len + (request.pooling is not None):
-        told = f"{len(tokens)} leave no room to answer" if request.pooling is None else f"the prompt has {len(tokens)}"
-        advice = "shorten the prompt"
-        raise ContextExceeded.of(told, advice, max_model_len=max_model_len, prompt_tokens=len(tokens))
-    params = request.sampling
-    if request.num_prior_tokens >= params.max_tokens:
-        raise InvalidRequest(f"all {params.max_tokens} tokens of max_tokens were generated before; there is nothing left to do")
+    params, tokens = request.sampling, list(request.token_ids)
+    given = _checked_tokens(request, tokens, vocab_size=vocab_size, max_model_len=max_model_len)
     hasher = None
     # What is pooled whole is computed whole.
     if prefix_caching and not has_encoder and request.prefix_key and request.pooling is not Pooling.MEAN:
@@ -247,14 +234,7 @@ def make_sequence(
     if request.grammar is not None:
         assert len(request.grammar.tokens) == request.num_prior_tokens, "the grammar is where the request is"
         constraint = Constraint(request.grammar, params, request.eos_token_ids)
-    ignores_eos = params.ignore_eos and constraint is None
-    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else request.eos_token_ids)
-    held_back = constraint is None and request.num_prior_tokens < params.min_tokens
-    if held_back and len(stop_ids) >= vocab_size and stop_ids.issuperset(range(vocab_size)):
-        raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, and each of the model's {vocab_size} tokens ends the answer; give fewer stop_token_ids, "
-            "or no min_tokens"
-        )
+    stop_ids = _stop_ids(request, vocab_size)
     max_len = min(request.num_prompt_tokens + params.max_tokens, max_model_len)
     return EngineSequence(
         request=request,
@@ -271,3 +251,35 @@ def make_sequence(
         constraint=constraint,
         promise=Promise(request.tpot_s or 0.0, request.gap_s or 0.0) if request.tpot_s or request.gap_s else None,
     )
+
+
+def _checked_tokens(request: EngineRequest, tokens: list[int], *, vocab_size: int, max_model_len: int) -> npt.NDArray[np.int64]:
+    """Returns `tokens`, those of the request, as int64 [T]. Raises InvalidRequest (ContextExceeded)."""
+    if not 1 <= request.num_prompt_tokens <= len(tokens):
+        raise InvalidRequest(f"the prompt has {request.num_prompt_tokens} of {len(tokens)} tokens; give at least one")
+    try:
+        given = np.frombuffer(token_bytes(tokens), "<u4").astype(np.int64)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary: {error.message}") from error
+    if given.max() >= vocab_size:
+        raise InvalidRequest(f"token_ids must be from 0 to {vocab_size - 1}, the model's vocabulary; found {given.max()}")
+    if len(tokens) >= max_model_len + (request.pooling is not None):
+        what = f"{len(tokens)} leave no room to answer" if request.pooling is None else f"the prompt has {len(tokens)}"
+        raise ContextExceeded.of(what, "shorten the prompt", max_model_len=max_model_len, prompt_tokens=len(tokens))
+    if request.num_prior_tokens >= (most := request.sampling.max_tokens):
+        raise InvalidRequest(f"all {most} tokens of max_tokens were generated before; there is nothing left to do")
+    return given
+
+
+def _stop_ids(request: EngineRequest, vocab_size: int) -> frozenset[int]:
+    """Returns the tokens that end the answer. Raises InvalidRequest where `min_tokens` would leave none to sample."""
+    params, constrained = request.sampling, request.grammar is not None
+    ignores_eos = params.ignore_eos and not constrained
+    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else request.eos_token_ids)
+    held_back = not constrained and request.num_prior_tokens < params.min_tokens
+    if held_back and len(stop_ids) >= vocab_size and stop_ids.issuperset(range(vocab_size)):
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}, and each of the model's {vocab_size} tokens ends the answer; give fewer stop_token_ids, "
+            "or no min_tokens"
+        )
+    return stop_ids

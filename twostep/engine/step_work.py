@@ -205,18 +205,83 @@ def _num_pooled(sequence: EngineSequence, count: int) -> int:
             return 0
 
 
+class _BatchSequences(NamedTuple):
+    """The S sequences of a batch: those of a step, but that a decode with drafts is as many sequences of one token.
+
+    starts       int64 [S]  place of the first token; behind drafts, if none of those is accepted
+    counts       int64 [S]  tokens
+    slack        int64 [S]  how many places further it may be than is known
+    carried      int32 [S]  the row of the step before that samples its token, or -1; behind drafts, -1
+    sampled      bool [S]   whether a token is sampled after its last one
+    tables       S rows of the block tables
+    num_encoded  int32 [S], as Batch.num_encoded
+    num_decodes  the first ones, which are decodes and their drafts
+    """
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    slack: npt.NDArray[np.int64]
+    carried: npt.NDArray[np.int32]
+    sampled: npt.NDArray[np.bool_]
+    tables: list[int]
+    num_encoded: npt.NDArray[np.int32] | None
+    num_decodes: int
+
+
 def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_layers: Sequence[int] = ()) -> Batch:
     """Returns the planned chunks, S >= 1, as flat arrays, without a Python loop over tokens. Histories are the sequences' live lists: they
     do not change before the launch.
 
     A decode with drafts is as many sequences of one row: each sees what lies before it, as what is written in a step is there before it is
     attended. Their tables are the same, so that a runner which reads shared prefixes once reads theirs once."""
-    starts = np.array(work.starts, np.int64)
-    counts = np.array(work.num_tokens, np.int64)
-    sequences, sampled, tables_of = work.sequences, np.array(work.sampled, bool), [sequence.table for sequence in work.sequences]
+    rows = _batch_sequences(work)
+    num_seqs = len(rows.counts)
+    query_start = np.zeros(num_seqs + 1, np.int32)
+    np.cumsum(rows.counts, out=query_start[1:])
+    seq_lens = rows.starts + rows.counts
+    total = int(query_start[-1])
+
+    block_tables = tables.gather(rows.tables, -(-int((seq_lens + rows.slack).max()) // block_size))
+    if total == num_seqs:
+        row_of, positions = np.arange(num_seqs), rows.starts
+    else:
+        row_of = np.repeat(np.arange(num_seqs), rows.counts)
+        positions = np.repeat(rows.starts - query_start[:-1], rows.counts) + np.arange(total)
+    slots = block_tables[:, row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
+
+    carried = None
+    if rows.carried.max() >= 0:
+        carried = np.full(total, -1, np.int32)
+        carried[query_start[:-1]] = rows.carried
+    has_state = bool(work.states[0])
+    prompts_start = query_start[rows.num_decodes :]
+    return Batch(
+        token_ids=_token_ids(work, rows, query_start),
+        positions=positions,
+        query_start=query_start,
+        seq_lens=seq_lens.astype(np.int32),
+        block_tables=block_tables,
+        slots=slots,
+        sample_rows=query_start[1:][rows.sampled].astype(np.int64) - 1,
+        sampling=_sampling(work),
+        carried=carried,
+        masks=TokenMasks.of([(row, bits) for row, _, bits in work.masks]) if work.masks else None,
+        mark_layers=mark_layers,
+        scored=_scored_rows(work, prompts_start) if any(work.scored) else None,
+        state_sources=np.array(work.states, np.int32) if has_state else None,
+        state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if has_state else None,
+        pooled=_pooled_rows(work, prompts_start) if any(work.pooled) else None,
+        behind=_rows_behind(work, rows.slack, positions, block_tables, block_size) if work.behind else None,
+        num_encoded=rows.num_encoded,
+    )
+
+
+def _batch_sequences(work: StepWork) -> _BatchSequences:
+    sequences, num_decodes = work.sequences, work.num_decodes
+    starts, counts = np.array(work.starts, np.int64), np.array(work.num_tokens, np.int64)
+    carried, sampled = np.array(work.carried, np.int32), np.array(work.sampled, bool)
+    tables = [sequence.table for sequence in sequences]
     num_encoded = None if sequences[0].num_encoded is None else np.array([sequence.num_encoded for sequence in sequences], np.int32)
-    carried_rows, num_decodes = np.array(work.carried, np.int32), work.num_decodes
-    # How many places further each row may be than is known.
     slack = np.zeros(len(counts), np.int64)
     for each in work.behind.values():
         slack[each.place] = len(each.drafted)
@@ -226,72 +291,35 @@ def build_batch(work: StepWork, tables: BlockTables, *, block_size: int, mark_la
         owners = np.repeat(np.arange(len(counts)), num_rows)
         places = np.arange(len(owners)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
         starts, counts = starts[owners] + places, np.where(owners < num_decodes, 1, counts[owners])
-        sampled, carried_rows = sampled[owners], np.where(places, -1, carried_rows[owners])
-        tables_of = [tables_of[owner] for owner in owners.tolist()]
+        sampled, carried = sampled[owners], np.where(places, -1, carried[owners])
+        tables = [tables[owner] for owner in owners.tolist()]
         slack = slack[owners]
         num_encoded = None if num_encoded is None else num_encoded[owners]
         num_decodes += len(owners) - len(sequences)
-    num_seqs = len(counts)
-    query_start = np.zeros(num_seqs + 1, np.int32)
-    np.cumsum(counts, out=query_start[1:])
-    seq_lens = starts + counts
-    total = int(query_start[-1])
+    carried[slack > 0] = -1
+    return _BatchSequences(starts, counts, slack, carried, sampled, tables, num_encoded, num_decodes)
 
-    block_tables = tables.gather(tables_of, -(-int((seq_lens + slack).max()) // block_size))
-    if total == num_seqs:
-        row_of, positions = np.arange(num_seqs), starts
-    else:
-        row_of = np.repeat(np.arange(num_seqs), counts)
-        positions = np.repeat(starts - query_start[:-1], counts) + np.arange(total)
-    slots = block_tables[:, row_of, positions // block_size].astype(np.int64) * block_size + positions % block_size
 
+def _token_ids(work: StepWork, rows: _BatchSequences, query_start: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Returns the tokens, int64 [T]; 0 where one is carried, or hangs on how many drafts are accepted."""
+    token_ids = np.zeros(int(query_start[-1]), np.int64)
     firsts = query_start[:-1]
-    token_ids = np.zeros(total, np.int64)
-    known = np.flatnonzero(carried_rows < 0)
     if work.drafts:
-        token_ids[:num_decodes] = [
+        token_ids[: rows.num_decodes] = [
             token
-            for sequence, start, carried_row, drafted in zip(sequences, work.starts, work.carried, work.drafts, strict=False)
+            for sequence, start, carried_row, drafted in zip(work.sequences, work.starts, work.carried, work.drafts, strict=False)
             for token in (sequence.tokens[start] if carried_row < 0 else 0, *drafted)
         ]
-    elif len(known):
-        token_ids[firsts[known]] = [sequences[i].tokens[work.starts[i]] for i in known.tolist()]
+    elif len(known := np.flatnonzero(np.array(work.carried, np.int32) < 0)):
+        token_ids[firsts[known]] = [work.sequences[i].tokens[work.starts[i]] for i in known.tolist()]
+    prompts = slice(work.num_decodes, None)
     for first, sequence, start, count in zip(
-        firsts[num_decodes:].tolist(),
-        sequences[work.num_decodes :],
-        work.starts[work.num_decodes :],
-        work.num_tokens[work.num_decodes :],
-        strict=True,
+        firsts[rows.num_decodes :].tolist(), work.sequences[prompts], work.starts[prompts], work.num_tokens[prompts], strict=True
     ):
         end = start + count
         tokens = sequence.given if end <= len(sequence.given) else sequence.tokens
         token_ids[first : first + count] = tokens[start:end]
-    behind = _rows_behind(work, slack, positions, block_tables, block_size) if work.behind else None
-    carried = None
-    carried_rows[slack > 0] = -1
-    if carried_rows.max() >= 0:
-        carried = np.full(total, -1, np.int32)
-        carried[firsts] = carried_rows
-    has_state = bool(work.states[0])
-    return Batch(
-        token_ids=token_ids,
-        positions=positions,
-        query_start=query_start,
-        seq_lens=seq_lens.astype(np.int32),
-        block_tables=block_tables,
-        slots=slots,
-        sample_rows=query_start[1:][sampled].astype(np.int64) - 1,
-        sampling=_sampling(work),
-        carried=carried,
-        masks=TokenMasks.of([(row, bits) for row, _, bits in work.masks]) if work.masks else None,
-        mark_layers=mark_layers,
-        scored=_scored_rows(work, query_start[num_decodes:]) if any(work.scored) else None,
-        state_sources=np.array(work.states, np.int32) if has_state else None,
-        state_tables=np.array([s.state_blocks for s in work.sequences], np.int32) if has_state else None,
-        pooled=_pooled_rows(work, query_start[num_decodes:]) if any(work.pooled) else None,
-        behind=behind,
-        num_encoded=num_encoded,
-    )
+    return token_ids
 
 
 def _rows_behind(

@@ -31,7 +31,7 @@ from twostep.model.families.config import ModelConfig
 from twostep.model.families.decoder import Decoder
 from twostep.model.families.layer_states import LayerStates
 from twostep.model.families.registry import build_model, parse_config
-from twostep.model.families.sharding import with_whole_experts
+from twostep.model.families.sharding import ModelPart, with_whole_experts
 from twostep.model.heads.head import DraftHead
 from twostep.model.heads.source import HeadSource
 from twostep.model.heads.tap import HeadTap
@@ -160,19 +160,15 @@ class ModelRunner:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         model_dir = Path(model_dir)
-        config = _limited(parse_config(model_dir, architecture), max_model_len)
-        chosen = config.dtype if dtype == "auto" else dtype
-        if chosen not in DTYPES:
-            raise SetupError(f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}")
-        if load_format not in LOAD_FORMATS:
-            raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
-        config = with_quantization(config, quantization)
-        if enable_expert_parallel:
-            config = with_whole_experts(config)
-        if load_format == "dummy" and (experts := config.experts) is not None:
-            config = replace(config, experts=replace(experts, router=replace(experts.router, scattered=True)))
-        if load_format != "dummy":
-            config = as_stored(config, model_dir, DTYPES[chosen])
+        config, chosen = _resolved(
+            model_dir,
+            architecture=architecture,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            load_format=load_format,
+            quantization=quantization,
+            whole_experts=enable_expert_parallel,
+        )
         if head is not None:
             assert member is None, "no head drafts for a model on several devices"
             head.state_size(config)
@@ -199,14 +195,7 @@ class ModelRunner:
             free_at_start = 0 if sizing is None else free_memory(self._device, sizing)
             ops = ops_of(self._device) if member is None else member.ops(local, DTYPES[chosen], self._device)
             progress.phase("weights")
-            try:
-                self._model = build_model(local, DTYPES[chosen], ops, str(self._device), part)
-                if load_format == "dummy":
-                    fill_random(self._model)
-                else:
-                    load_weights(self._model, model_dir, lambda done, total: progress.advance(done, total, "B"))
-            except torch.OutOfMemoryError as error:
-                raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
+            self._model = self._loaded(model_dir, local, chosen, ops, part, load_format=load_format, progress=progress)
             if member is not None:
                 member.meeting.exchange(b"loaded")
             if head is not None:
@@ -245,6 +234,20 @@ class ModelRunner:
                 self._steps = CpuSteps(self._model, self._cache)
             if tap is not None:
                 self.head = self._head_rounds(tap, ops, max_num_seqs, most_drafted)
+
+    def _loaded(
+        self, model_dir: Path, local: ModelConfig, dtype: str, ops: Ops, part: ModelPart | None, *, load_format: str, progress: Progress
+    ) -> Decoder:
+        """Returns the model with its weights on the device; of several ranks its `part`. Raises SetupError."""
+        try:
+            model = build_model(local, DTYPES[dtype], ops, str(self._device), part)
+            if load_format == "dummy":
+                fill_random(model)
+            else:
+                load_weights(model, model_dir, lambda done, total: progress.advance(done, total, "B"))
+        except torch.OutOfMemoryError as error:
+            raise SetupError(f"the weights do not fit the memory of {self._device}: {error}") from error
+        return model
 
     def _set_cache(self, cache: KvCache) -> HeadTap | None:
         self._cache = cache
@@ -538,6 +541,24 @@ def num_blocks_for(
     if memory_bytes < per_block:
         raise SetupError(f"a KV cache of {memory_bytes} bytes holds no block; one takes {per_block}")
     return memory_bytes // per_block
+
+
+def _resolved(
+    model_dir: Path, *, architecture: str, max_model_len: int | None, dtype: str, load_format: str, quantization: str, whole_experts: bool
+) -> tuple[ModelConfig, str]:
+    """Returns the model's configuration as it is to be loaded, and the dtype that it is computed in. Raises SetupError."""
+    config = _limited(parse_config(model_dir, architecture), max_model_len)
+    chosen = config.dtype if dtype == "auto" else dtype
+    if chosen not in DTYPES:
+        raise SetupError(f"dtype is {dtype!r}; give auto, {', '.join(DTYPES)}")
+    if load_format not in LOAD_FORMATS:
+        raise SetupError(f"load_format is {load_format!r}; give {' or '.join(LOAD_FORMATS)}")
+    config = with_quantization(config, quantization)
+    if whole_experts:
+        config = with_whole_experts(config)
+    if load_format == "dummy" and (experts := config.experts) is not None:
+        config = replace(config, experts=replace(experts, router=replace(experts.router, scattered=True)))
+    return config if load_format == "dummy" else as_stored(config, model_dir, DTYPES[chosen]), chosen
 
 
 def _limited(config: ModelConfig, max_model_len: int | None) -> ModelConfig:

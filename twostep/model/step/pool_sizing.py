@@ -16,8 +16,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class PoolSizing:
 
 
 def free_memory(device: torch.device, sizing: PoolSizing) -> int:
-    """Free bytes before anything is loaded; warns if they are fewer than the share asked for."""
+    """Returns the free bytes before anything is loaded; warns if they are fewer than the share asked for."""
     free, total = torch.cuda.mem_get_info(device)
     if warning := shortage_at_start(total=total, free=free, utilization=sizing.utilization, device=str(device)):
         log.warning(warning)
@@ -66,48 +67,27 @@ def measured_blocks(
     max_model_len: int,
     progress: Progress,
 ) -> int:
-    """Blocks of a pool like `shape`, which is that of the pool `step` runs on now, of at least one block. `beside_block`: bytes that each
-    takes besides. Raises SetupError."""
-
-    def batch(num_tokens: int, num_seqs: int, num_encoded: int | None = None) -> Batch:
-        widest = widest_batch(
-            num_tokens,
-            num_seqs,
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            block_size=shape.block_size,
-            num_blocks=shape.num_blocks,
-        )
-        tables, slots = shape.in_groups(widest.block_tables[0]), shape.in_groups(widest.slots[0])
-        states = shape.trial_states(len(widest.seq_lens))
-        encoded = None if num_encoded is None else np.full(len(widest.seq_lens), num_encoded, np.int32)
-        return replace(widest, block_tables=tables, slots=slots, state_sources=states, state_tables=states, num_encoded=encoded)
-
+    """Returns the blocks of a pool like `shape`, which is that of the pool `step` runs on now, of at least one block. `beside_block`: bytes
+    that each takes besides; `graphs`: bytes that captured graphs will take. Raises SetupError."""
+    trial = partial(_trial_batch, shape=shape, vocab_size=vocab_size, max_model_len=max_model_len)
     most = sizing.max_num_batched_tokens
-    largest = [batch(most, sizing.max_num_seqs)]
+    largest = [trial(most, sizing.max_num_seqs)]
     if shape.has_encoder:
         # One prompt, and an answer that is computed again behind the smallest prompt.
         longest = min(most, max_model_len)
-        largest += [batch(longest, 1), batch(longest, 1, num_encoded=min(1, longest - 1))]
+        largest += [trial(longest, 1), trial(longest, 1, num_encoded=min(1, longest - 1))]
 
     progress.phase("kernels")
     for num_tokens in (1, min(8, most)):
-        step(batch(num_tokens, 1))
+        step(trial(num_tokens, 1))
     progress.phase("profile")
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)
     try:
-        for each in largest:
-            step(each)
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # else the next one's peak would have what this one left
+        peak = _peak_bytes(step, largest, device)
     except torch.OutOfMemoryError as error:
         raise SetupError(
             f"a step of {most} tokens does not fit the memory of {device} beside the weights; lower "
             f"--max-num-batched-tokens or --max-num-seqs, or end the other processes there: {error}"
         ) from error
-    peak = torch.cuda.max_memory_reserved(device) - before
     free, total = torch.cuda.mem_get_info(device)
     profile = MemoryProfile(
         total=int(total), free_at_start=free_at_start, free=int(free), step=peak, graphs=graphs, draft=sizing.draft_bytes
@@ -124,14 +104,51 @@ def measured_blocks(
             shape.block_size,
         )
         num_blocks = MAX_BLOCKS
+    _log_shares(profile, num_blocks, shape, sizing, device=device, max_model_len=max_model_len)
+    return num_blocks
+
+
+def _trial_batch(
+    num_tokens: int, num_seqs: int, num_encoded: int | None = None, *, shape: KvShape, vocab_size: int, max_model_len: int
+) -> Batch:
+    """Returns `widest_batch` for all groups of layers of the pool. `num_encoded`: of each sequence, where the model has an encoder."""
+    widest = widest_batch(
+        num_tokens,
+        num_seqs,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+    )
+    tables, slots = shape.in_groups(widest.block_tables[0]), shape.in_groups(widest.slots[0])
+    states = shape.trial_states(len(widest.seq_lens))
+    encoded = None if num_encoded is None else np.full(len(widest.seq_lens), num_encoded, np.int32)
+    return replace(widest, block_tables=tables, slots=slots, state_sources=states, state_tables=states, num_encoded=encoded)
+
+
+def _peak_bytes(step: Callable[[Batch], object], largest: Sequence[Batch], device: torch.device) -> int:
+    """Returns how many bytes more torch's allocator reserves while the most demanding of these steps runs."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for batch in largest:
+        step(batch)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # else the next one's peak would have what this one left
+    return torch.cuda.max_memory_reserved(device) - before
+
+
+def _log_shares(
+    profile: MemoryProfile, num_blocks: int, shape: KvShape, sizing: PoolSizing, *, device: torch.device, max_model_len: int
+) -> None:
     log.info(
         "memory of %s: %.2f GiB, of which others hold %.2f, weights and libraries %.2f, largest step %.2f, graphs about %.2f, KV pool %.2f",
         device,
-        *(x / 2**30 for x in (total, profile.others, profile.own, peak, graphs, num_blocks * shape.block_bytes)),
+        *(x / GIB for x in (profile.total, profile.others, profile.own, profile.step, profile.graphs, num_blocks * shape.block_bytes)),
     )
     if sizing.draft_bytes:
         kv_bytes = num_blocks * sizing.draft_block_bytes
-        log.info("what drafts takes about %.2f GiB more, and %.2f beside the pool", profile.draft / 2**30, kv_bytes / 2**30)
+        log.info("what drafts takes about %.2f GiB more, and %.2f beside the pool", profile.draft / GIB, kv_bytes / GIB)
     num_tokens = num_blocks // shape.num_groups * shape.block_size
     if num_tokens < max_model_len:
         log.warning(
@@ -139,12 +156,11 @@ def measured_blocks(
             num_tokens,
             max_model_len,
         )
-    return num_blocks
 
 
 def widest_batch(num_tokens: int, num_seqs: int, *, vocab_size: int, max_model_len: int, block_size: int, num_blocks: int) -> Batch:
-    """A prefill step of `num_tokens` in up to `num_seqs` prompts, all of them sampled in the dearest way. It wants no more blocks than
-    there are: what is read and written does not matter. Of one group of layers."""
+    """Returns a prefill step of `num_tokens` in up to `num_seqs` prompts, all of them sampled in the dearest way. It wants no more blocks
+    than there are: what is read and written does not matter. Of one group of layers."""
     num_seqs = min(num_seqs, num_tokens)
     counts = np.full(num_seqs, num_tokens // num_seqs, np.int64)
     counts[: num_tokens % num_seqs] += 1
@@ -199,7 +215,7 @@ class MemoryProfile:
 
 
 def num_blocks_within(profile: MemoryProfile, utilization: float, *, block_bytes: int, least_blocks: int, device: str) -> int:
-    """As many blocks as fit. Raises SetupError if fewer than `least_blocks` do, with what is missing and what to change."""
+    """Returns how many blocks fit. Raises SetupError if fewer than `least_blocks` do, with what is missing and what to change."""
     room = profile.pool_bytes(utilization)
     least = least_blocks * block_bytes
     if room >= least:
