@@ -61,7 +61,7 @@ class DecodeEdge:
         self.sequences.on_step(output)
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
-        """Nothing is handed over from here."""
+        """Does nothing: nothing is handed over from here."""
 
     def refuse(self, reason: str) -> None:
         self._service.refusal = reason

@@ -33,7 +33,7 @@ class HandOverMeter:
         self._means: dict[str, _Mean] = {}
 
     def observe(self, transport: str, seconds: float, num_bytes: int) -> None:
-        """One was committed, so long after the prompt's first token."""
+        """Notes that a hand-over was committed, so long after the prompt's first token."""
         now, mean = self._clock(), self._means.get(transport)
         if mean is None:
             self._means[transport] = _Mean(last_at=now)

@@ -79,7 +79,7 @@ class History:
         self._next_position = position + 1
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Notes that nothing follows."""
         self.ended_at = time.monotonic()
 
     def commit(self, committed: decode_pb2.Committed) -> decode_pb2.DecodeEvent:
@@ -145,7 +145,7 @@ class Replay:
         return self._failure_sent or (not self.lost and next(self.history.since(self._position), None) is None)
 
     def take(self, limit: int) -> list[decode_pb2.DecodeEvent]:
-        """The next ones, at most so many."""
+        """Returns the next events, at most so many."""
         events = [] if self._failure_sent else list(islice(self.history.since(self._position), limit))
         for event in events:
             if event.HasField("committed"):
@@ -159,7 +159,7 @@ class Replay:
 
 
 def _not_here(attempt: AttemptId) -> decode_pb2.DecodeEvent:
-    """The answer to a router that asks for an attempt without a history."""
+    """Returns the answer to a router that asks for an attempt without a history."""
     failed = decode_pb2.DecodeFailed(
         code="NOT_FOUND", message="it is not here: the worker has restarted, or has dropped it because its router was away", retryable=True
     )
@@ -216,7 +216,7 @@ class Outbox:
         return not self._messages and not behind and not self._missed
 
     def alone_s(self, now: float) -> float:
-        """Seconds without a stream."""
+        """Returns for how many seconds the router has had no stream."""
         return 0.0 if self.connected else now - self._left_at
 
     # ---- histories --------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Outbox:
         return tuple(self._histories)
 
     def end(self, history: History) -> None:
-        """Nothing follows; it is kept for a while."""
+        """Notes that nothing follows in a history; it is kept for a while."""
         history.end()
         self._ended.append(history)
         while len(self._ended) > self._max_ended:
@@ -284,12 +284,12 @@ class Outbox:
         self._missed = True
 
     def close(self) -> None:
-        """The stream ends once everything buffered is sent."""
+        """Ends the stream once everything buffered is sent."""
         self._closed = True
         self._wake.set()
 
     def connect(self, positions: Iterable[decode_pb2.StreamPosition] = ()) -> StreamConnection:
-        """A new stream, which takes over from the one before and goes on from these positions."""
+        """Takes a new stream, which takes over from the one before and goes on from these positions."""
         self._break(Cancelled("another stream of this router took over"))
         self._missed = False
         for position in positions:
@@ -312,7 +312,7 @@ class Outbox:
             self._wake.set()
 
     def disconnect(self, connection: StreamConnection) -> None:
-        """The stream ended. Nothing happens if another one has taken over."""
+        """Notes that the stream ended. Nothing happens if another one has taken over."""
         if self._connection is connection:
             self._connection = None
             self._left_at = time.monotonic()
@@ -324,9 +324,9 @@ class Outbox:
             self._num_events = 0
 
     async def next(self, connection: StreamConnection) -> decode_pb2.StepEvents | None:
-        """The next message to send. It has as much of what waits as one message takes: where sending is slower than stepping, each carries
-        more, and none falls behind. What was missed and what is new take turns. None: closed and all sent. Raises what the connection was
-        broken with."""
+        """Returns the next message to send. It has as much of what waits as one message takes: where sending is slower than stepping, each
+        carries more, and none falls behind. What was missed and what is new take turns. None: closed and all sent. Raises what the
+        connection was broken with."""
         if self._connection is connection:
             self._sending = False
         while connection.error is None:

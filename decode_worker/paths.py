@@ -103,8 +103,8 @@ class Paths:
         await self.forget(list(self._known))
 
     def learn(self, source: Source) -> None:
-        """There is such a worker: its paths are tried if they were not. One too many waits for its first ticket: it takes the place of no
-        other, or each look at all of them would forget some and try them again."""
+        """Notes that there is such a worker: its paths are tried if they were not. One too many waits for its first ticket: it takes the
+        place of no other, or each look at all of them would forget some and try them again."""
         if len(self._known) < _MAX_SOURCES or (source.worker_id, source.epoch) in self._known:
             self._find(source)
         elif not self._said_full:
@@ -140,7 +140,7 @@ class Paths:
         return names
 
     def failed(self, source: Source, transport: str, error: TwostepError) -> None:
-        """A fetch found that it does not work any more: it is offered again once a probe has come through."""
+        """Notes that a fetch found that a path does not work any more: it is offered again once a probe has come through."""
         known = self._known.get((source.worker_id, source.epoch))
         if known is not None:
             self._store(known, transport, error=error.message)
@@ -218,7 +218,7 @@ class Paths:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _try(self, known: _Known, transports: Collection[TransportEnd], *, ask_s: float) -> bool:
-        """False: the source did not answer at all."""
+        """Probes a source's paths. Returns False where the source did not answer at all."""
         source = known.source
         try:
             async with self._asking, self._peers.channel(source) as channel:
@@ -322,7 +322,7 @@ class Discovery:
         await self._paths.forget(gone)
 
     def _read(self, text: bytes) -> WorkerRecord | None:
-        """None: of another deployment or version, or forged."""
+        """Returns the worker of a record; None: of another deployment or version, or forged."""
         try:
             return WorkerRecord.from_json(self._signer.read_object(text))
         except (Unauthenticated, InvalidRequest):

@@ -186,7 +186,7 @@ class Pull:
         return self._reader.targets_freed
 
     def give_up(self, reason: str) -> None:
-        """The sequence has ended: nothing is committed from now on. run() ends when no fetch writes any more."""
+        """Gives up, since the sequence has ended: nothing is committed from now on. run() ends when no fetch writes any more."""
         self._apply(rd.GivenUp(Cancelled(reason)))
         # run() looks again.
         self._events.put_nowait(Tick())

@@ -169,7 +169,7 @@ class Sequences:
         self._closed = False
 
     def __len__(self) -> int:
-        """The number of sequences that hold anything."""
+        """Returns the number of sequences that hold anything."""
         return len(self._sequences) + self._num_ending
 
     @property
@@ -209,7 +209,7 @@ class Sequences:
     # ---- what routers ask -------------------------------------------------------------------------------------------------
 
     def outbox(self, router_id: str) -> Outbox:
-        """The router's, made at its first call. Raises InvalidRequest, ResourceExhausted."""
+        """Returns the router's outbox, made at its first call. Raises InvalidRequest, ResourceExhausted."""
         if not 1 <= len(router_id) <= 128:
             raise InvalidRequest("router_id must have 1 to 128 characters")
         outbox = self._outboxes.get(router_id)
@@ -225,7 +225,7 @@ class Sequences:
         return outbox
 
     def connect(self, router_id: str, positions: Iterable[decode_pb2.StreamPosition]) -> tuple[Outbox, StreamConnection]:
-        """A new stream of the router, which goes on from `positions`; what it does not name is dropped. Raises InvalidRequest,
+        """Takes a new stream of the router, which goes on from `positions`; what it does not name is dropped. Raises InvalidRequest,
         ResourceExhausted."""
         outbox = self.outbox(router_id)
         wanted = {(p.request_id, p.attempt): p for p in positions}
@@ -238,7 +238,8 @@ class Sequences:
         return outbox, outbox.connect(wanted.values())
 
     def _fail_behind(self, history: History) -> list[decode_pb2.DecodeEvent]:
-        """The router has fallen behind what is kept. Returns what it is sent now; of a running sequence, it is sent once that is freed."""
+        """Is called when the router has fallen behind what is kept. Returns what it is sent now; of a running sequence, it is sent once
+        that is freed."""
         log.warning("%s: its router asks for tokens that are no longer kept", attempt_id(*history.attempt))
         message = (
             f"the router asks for tokens further back than the last {self.config.max_replay_tokens}, or log probabilities of a prompt; "
@@ -380,7 +381,7 @@ class Sequences:
     # ---- the engine's steps -------------------------------------------------------------------------------------------------
 
     def on_step(self, output: StepOutput) -> None:
-        """All tokens of one step go to each router in one message."""
+        """Sends each router all of its tokens of one step in one message."""
         self._step = output.step
         for progress in output.progress:
             sequence = self._sequences.get(progress.seq_id)
@@ -404,7 +405,7 @@ class Sequences:
                 self._fail(sequence, InternalError(error.message) if isinstance(error, Unavailable) else error)
 
     def _send_scores(self, scores: PromptScores) -> None:
-        """Before the first token of a prompt computed here."""
+        """Sends log probabilities of a prompt, before the first token of a prompt computed here."""
         sequence = self._sequences.get(scores.seq_id)
         if sequence is not None:
             message = decode_pb2.StepEvents(step=self._step)

@@ -127,7 +127,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.CancelResponse(found=await self._sequences.cancel(request.request_id, request.attempt))
 
     async def Stream(self, request: decode_pb2.StreamRequest, context: _Context) -> AsyncIterator[decode_pb2.StepEvents]:
-        """Initial metadata is sent as soon as the stream is the router's one; what the router has missed comes first."""
+        """Sends a router its tokens. Initial metadata is sent as soon as the stream is the router's one; what the router has missed comes
+        first."""
         outbox, connection = self._sequences.connect(request.router_id, request.positions)
         try:
             await context.send_initial_metadata(())

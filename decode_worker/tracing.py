@@ -48,15 +48,15 @@ class SequenceSpan:
         transfers.open(seq_id, span)
 
     def attached(self) -> None:
-        """The ticket is here."""
+        """Notes that the ticket is here."""
         self._span.child("reserved", self._begun_at, time.monotonic())
 
     def committed(self) -> None:
-        """The KV is here, and it decodes."""
+        """Notes that the KV is here, and it decodes."""
         self._decoding_at = time.monotonic()
 
     def computed(self, submitted_at: float, started_at: float, num_cached_tokens: int) -> None:
-        """The prompt was computed here; its first token is counted by `token`."""
+        """Notes that the prompt was computed here; its first token is counted by `token`."""
         self._decoding_at = now = time.monotonic()
         self._span.child("queue", submitted_at, started_at)
         self._span.child("prefill", started_at, now, {"twostep.cached_tokens": num_cached_tokens})
@@ -65,7 +65,7 @@ class SequenceSpan:
         self._num_tokens += 1
 
     def end(self, reason: str = "") -> None:
-        """Nothing of it is left. `reason` says why if it was not its last token; routers cancel what a stop string has ended."""
+        """Notes that nothing of it is left. `reason` says why if it was not its last token; routers cancel what a stop string has ended."""
         now = time.monotonic()
         if self._decoding_at is not None:
             self._span.child("decode", self._decoding_at, now, {"gen_ai.usage.output_tokens": self._num_tokens})

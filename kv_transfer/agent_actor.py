@@ -23,13 +23,13 @@ class KvAgentActor:
         await self._agent.run()
 
     async def fetch(self, lease_id: str, chunk: int) -> list[Any]:
-        """Another agent's call: a ref of the chunk, or nothing."""
+        """Answers another agent: a ref of the chunk, or nothing."""
         return await self._agent.fetch(lease_id, chunk)
 
     async def neighbour(self) -> list[Any]:
-        """Another agent's call: where this one's unix socket is, and the identity of its object store; or nothing."""
+        """Answers another agent: where this one's unix socket is, and the identity of its object store; or nothing."""
         return await self._agent.neighbour()
 
     async def probe(self, num_bytes: int) -> list[Any]:
-        """Another agent's call: a ref of the probe pattern, or nothing."""
+        """Answers another agent: a ref of the probe pattern, or nothing."""
         return await self._agent.probe(num_bytes)

@@ -138,7 +138,7 @@ def _layer_groups(layer_bytes: int, num_layers: int, sizes: ChunkSizes) -> list[
 
 
 def _parts(total: int, most: int) -> list[tuple[int, int]]:
-    """[0, total) in the fewest parts of at most `most`, as (start, count), equal to within one."""
+    """Returns [0, total) in the fewest parts of at most `most`, as (start, count), equal to within one."""
     num_parts = -(-total // most)
     base, extra = divmod(total, num_parts) if num_parts else (0, 0)
     return [(i * base + min(i, extra), base + (i < extra)) for i in range(num_parts)]

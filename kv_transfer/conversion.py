@@ -105,8 +105,8 @@ class Conversion:
         self._turn = asyncio.Lock()
 
     async def fetch(self, transport: KvTransport, endpoint: str, lease_id: str, chunk: ChunkInfo, *, deadline: float) -> float:
-        """As KvTransport.fetch: nothing is written any more when it ends. Raises InvalidRequest for a chunk of another size besides, and
-        Incompatible where a number has no place in the pool's format."""
+        """Does as KvTransport.fetch: nothing is written any more when it ends. Raises InvalidRequest for a chunk of another size besides,
+        and Incompatible where a number has no place in the pool's format."""
         assert isinstance(transport, CopyingTransport), "the plan was checked"
         num_layers = chunk.num_layers or self._source.num_layers
         most = chunk.num_blocks * block_bytes(self._source, num_layers)
@@ -120,7 +120,8 @@ class Conversion:
             return time.monotonic() - start
 
     def _write(self, chunk: ChunkInfo, data: Bytes, num_layers: int) -> None:
-        """In a thread. Raises DataLoss for what cannot have been encoded so."""
+        """Decodes a chunk, converts it and writes the blocks that are whole. In a thread. Raises DataLoss for what cannot have been encoded
+        so."""
         blocks = decode(self._wire, data, chunk.num_blocks, self._source, num_layers=num_layers)
         if self._assembler is None:
             ids = self._target.block_ids[chunk.first_block : chunk.first_block + chunk.num_blocks]
@@ -149,7 +150,8 @@ class Conversion:
         return first, self._order.before(block.index + 1) - first
 
     def _check_range(self, blocks: Bytes) -> None:
-        """float16 ends at 65504, other formats do not: what is beyond has become infinite. Raises Incompatible."""
+        """Checks that all numbers have a place in float16, which ends at 65504 where other formats do not: what is beyond has become
+        infinite. Raises Incompatible."""
         if (self._ours.dtype, self._ours.quantization) != ("float16", "none") or self._exact:
             return
         if not np.isfinite(blocks.view(np.float16)).all():

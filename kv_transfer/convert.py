@@ -35,7 +35,7 @@ class Vectors:
 
 
 def block_bytes(layout: LayoutRecord, num_layers: int | None = None) -> int:
-    """The size of one block over `num_layers` layers, by default all."""
+    """Returns the bytes of one block over `num_layers` layers, by default all."""
     vectors = (layout.num_layers if num_layers is None else num_layers) * layout.num_planes * layout.num_kv_heads * layout.block_size
     if layout.quantization != "none":
         return vectors * vector_bytes(layout.head_dim, layout.quantization)
@@ -48,7 +48,7 @@ def all_layers(layout: LayoutRecord) -> LayoutRecord:
 
 
 def unpack(blocks: Bytes, layout: LayoutRecord, num_layers: int | None = None) -> Vectors:
-    """blocks: uint8 [n, block_bytes], contiguous. Raises InvalidRequest for another shape."""
+    """Returns the vectors of blocks. blocks: uint8 [n, block_bytes], contiguous. Raises InvalidRequest for another shape."""
     layers = layout.num_layers if num_layers is None else num_layers
     if blocks.ndim != 2 or blocks.shape[1] != block_bytes(layout, layers) or blocks.dtype != np.uint8:
         raise InvalidRequest(f"blocks of {block_bytes(layout, layers)} bytes are wanted, not {blocks.dtype} {blocks.shape}")
@@ -70,7 +70,7 @@ def unpack(blocks: Bytes, layout: LayoutRecord, num_layers: int | None = None) -
 
 
 def pack(vectors: Vectors, layout: LayoutRecord) -> Bytes:
-    """The inverse of unpack: uint8 [n, block_bytes]."""
+    """Does the inverse of unpack: returns uint8 [n, block_bytes]."""
     count, layers = vectors.values.shape[:2]
     if layout.quantization == "none":
         flat = np.ascontiguousarray(vectors.values).reshape(-1).view(np.uint8)
@@ -90,7 +90,7 @@ def pack(vectors: Vectors, layout: LayoutRecord) -> Bytes:
 
 
 def recode(vectors: Vectors, source: LayoutRecord, target: LayoutRecord) -> Vectors:
-    """The same vectors in the target's number format; the very same where it is the source's."""
+    """Returns the same vectors in the target's number format; the very same where it is the source's."""
     if same_numbers(source, target):
         return vectors
     if source.quantization == "none":
@@ -198,7 +198,7 @@ class Assembler:
 
 
 def _shared_heads(source: LayoutRecord, target: LayoutRecord) -> tuple[range, range]:
-    """The heads that both parts have, counted in the source's and in the target's blocks."""
+    """Returns the heads that both parts have, counted in the source's and in the target's blocks."""
     there, here = source.tp_rank * source.num_kv_heads, target.tp_rank * target.num_kv_heads
     low, high = max(there, here), min(there + source.num_kv_heads, here + target.num_kv_heads)
     high = max(low, high)

@@ -43,7 +43,7 @@ class WireEncoder:
     async def publish(
         self, transport: KvTransport, lease_id: str, chunk: ChunkRange, block_ids: Sequence[int], *, ttl_s: float, deadline: float
     ) -> ChunkInfo:
-        """As KvTransport.publish; nothing reads the blocks any more when it ends."""
+        """Does as KvTransport.publish; nothing reads the blocks any more when it ends."""
         assert isinstance(transport, CopyingTransport), "chosen by the publisher"
         await self._turns.take(self._take, deadline=deadline)
         try:
@@ -69,7 +69,7 @@ class WireEncoder:
         return True
 
     def _encoded(self, chunk: ChunkRange, block_ids: Sequence[int]) -> Bytes:
-        """In a thread."""
+        """Returns the blocks' encoded bytes. In a thread."""
         num_layers = chunk.layers.num_layers if chunk.layers else self._layout.num_layers
         blocks = np.empty((len(block_ids), block_bytes(self._layout, num_layers)), np.uint8)
         self._store.read_blocks(block_ids, blocks, chunk.layers)

@@ -46,7 +46,8 @@ WITHIN_GPU = PullShape(num_programs=128)
 
 @contextmanager
 def launching(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Within, kernels are launched on this stream, whose device is the thread's current one. None: the interpreter runs them."""
+    """Gives a context within which kernels are launched on this stream, whose device is the thread's current one. None: the interpreter
+    runs them."""
     with _interpreter if stream is None else torch.cuda.stream(stream):
         yield
 

@@ -30,7 +30,7 @@ def stored_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def to_bfloat16(x: Floats) -> Halves:
-    """Any NaN becomes the quiet one, 0x7FC0."""
+    """Returns the bits of bfloat16. Any NaN becomes the quiet one, 0x7FC0."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     with np.errstate(over="ignore"):
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
@@ -43,7 +43,7 @@ def from_bfloat16(bits: Halves) -> Floats:
 
 
 def to_float32(x: npt.NDArray[np.generic], dtype: str) -> Floats:
-    """Exact. x: an array of stored_dtype(dtype)."""
+    """Returns x in float32, exactly. x: an array of stored_dtype(dtype)."""
     if dtype == "bfloat16":
         return from_bfloat16(x.view(np.uint16))
     out: Floats = x.astype(np.float32, copy=False)
@@ -51,7 +51,7 @@ def to_float32(x: npt.NDArray[np.generic], dtype: str) -> Floats:
 
 
 def from_float32(x: Floats, dtype: str) -> npt.NDArray[np.generic]:
-    """Rounded to the nearest, ties to even; float16 has infinities for what is too large."""
+    """Returns x in another dtype, rounded to the nearest, ties to even; float16 has infinities for what is too large."""
     if dtype == "bfloat16":
         return to_bfloat16(x)
     with np.errstate(over="ignore"):
@@ -60,7 +60,7 @@ def from_float32(x: Floats, dtype: str) -> npt.NDArray[np.generic]:
 
 
 def _fp8_table() -> Floats:
-    """float8_e4m3fn: 1 sign, 4 exponent, 3 fraction bits, no infinities, 0x7F is a NaN."""
+    """Returns the number of each of the 256 codes of float8_e4m3fn: 1 sign, 4 exponent, 3 fraction bits, no infinities, 0x7F is a NaN."""
     code = np.arange(128)
     exponent, fraction = code >> 3, code & 7
     numbers = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
@@ -72,7 +72,7 @@ _FP8 = _fp8_table()
 
 
 def to_fp8(x: Floats) -> Bytes:
-    """x: finite, magnitudes up to 448."""
+    """Returns the codes of float8_e4m3fn. x: finite, magnitudes up to 448."""
     magnitude = np.abs(x)
     _, exponent = np.frexp(magnitude)
     # Numbers from 2**power on, in eighths of it; below the least power they are subnormal, and so is zero.
@@ -88,7 +88,7 @@ def from_fp8(codes: Bytes) -> Floats:
 
 
 def quantize(x: Floats, quantization: str) -> tuple[Bytes, Halves]:
-    """x float32 [..., D]. Returns bytes uint8 [..., D] and scales bfloat16 [...]; of int4, bytes [..., D / 2 + 2 · groups]."""
+    """Quantizes x, float32 [..., D]. Returns bytes uint8 [..., D] and scales bfloat16 [...]; of int4, bytes [..., D / 2 + 2 · groups]."""
     limit = np.float32(LIMITS[quantization])
     with np.errstate(invalid="ignore", over="ignore"):
         peak = np.abs(x).max(-1)
@@ -107,7 +107,7 @@ def quantize(x: Floats, quantization: str) -> tuple[Bytes, Halves]:
 
 
 def dequantize(values: Bytes, scales: Halves, quantization: str) -> Floats:
-    """The inverse of quantize, exact."""
+    """Does the inverse of quantize, exactly."""
     if quantization == "int4":
         numbers = _ungrouped(values)
     else:
@@ -139,7 +139,7 @@ def _ungrouped(values: Bytes) -> Floats:
 
 
 def _least_scale(wanted: npt.NDArray[Any]) -> Floats:
-    """The next number that bfloat16 has, upward; NaN stays."""
+    """Returns the next number that bfloat16 has, upward; NaN stays."""
     bits = np.ascontiguousarray(np.maximum(wanted, np.float32(LEAST_SCALE))).view(np.uint32)
     return np.where(np.isnan(wanted), wanted, ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32))
 

@@ -259,7 +259,7 @@ def _free(lease: Lease) -> Transition:
 
 
 def _give(lease: Lease, *actions: Action) -> Transition:
-    """Each action once in a lease's life."""
+    """Gives out the actions that were not given out before: each comes once in a lease's life."""
     new = tuple(a for a in actions if a not in lease.given)
     return Transition(replace(lease, given=lease.given | set(new)), new)
 
@@ -290,7 +290,7 @@ class LeaseTable:
         self._remembered: OrderedDict[str, Lease] = OrderedDict()
 
     def __len__(self) -> int:
-        """The number of leases that still hold something."""
+        """Returns the number of leases that still hold something."""
         return len(self._leases)
 
     def open(self, ticket: Ticket, *, now: float, ttl_s: float, max_life_s: float = 600.0) -> Lease:

@@ -40,7 +40,7 @@ class PoolSide(Protocol):
         ...
 
     def end(self, plan: ConversionPlan) -> None:
-        """Nothing of this hand-over is converted any more."""
+        """Notes that nothing of this hand-over is converted any more."""
         ...
 
 

@@ -99,7 +99,7 @@ class CopyClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around the copy of one chunk."""
+        """Times the copy of one chunk, as a context around it."""
         started = time.monotonic()
         if not self._num_running:
             self._busy_since = started
@@ -142,11 +142,11 @@ class TransferSpans:
         self._spans[seq_id] = span
 
     def close(self, seq_id: str) -> None:
-        """Nothing more is added to it. Idempotent."""
+        """Notes that nothing more is added to the span. Idempotent."""
         self._spans.pop(seq_id, None)
 
     def add(self, transfer: TransferRecord) -> None:
-        """The hand-over has ended now."""
+        """Adds the span of a hand-over that has ended now."""
         span = self._spans.get(transfer.request_id)
         if span is None or not span.recording:
             return

@@ -29,8 +29,8 @@ S = TypeVar("S", "Ticket", "ProbePass")
 
 
 def sign(secret: bytes, domain: bytes, fields: Iterable[str | int]) -> bytes:
-    """HMAC-SHA256 over the fields in order, strings as UTF-8 behind their length, ints as 8 bytes little-endian: no two encode alike. The
-    domain separates what the same secret signs."""
+    """Returns HMAC-SHA256 over the fields in order, strings as UTF-8 behind their length, ints as 8 bytes little-endian: no two encode
+    alike. The domain separates what the same secret signs."""
     parts = [domain]
     for value in fields:
         if isinstance(value, str):

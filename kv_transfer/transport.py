@@ -154,7 +154,8 @@ class TransportEnd(Protocol):
         ...
 
     async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
-        """Reader's side. Raises Unavailable with the reason where this transport does not work with that peer."""
+        """Measures the path from a peer, at the reader's side. Raises Unavailable with the reason where this transport does not work with
+        that peer."""
         ...
 
     async def drop(self, lease_id: str) -> None: ...
@@ -182,7 +183,7 @@ class KvTransport(TransportEnd, Protocol):
         ttl_s: float,
         deadline: float,
     ) -> ChunkInfo:
-        """All layers of the blocks, or some. `deadline` is in time.monotonic() seconds."""
+        """Publishes all layers of the blocks, or some. `deadline` is in time.monotonic() seconds."""
         ...
 
     async def fetch(self, endpoint: str, lease_id: str, chunk: ChunkInfo, block_ids: Sequence[int], *, deadline: float) -> float:

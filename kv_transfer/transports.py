@@ -85,7 +85,7 @@ def _nixl(parts: TransportParts) -> KvTransport:
 
 
 def _check_one_gpu(name: str, parts: TransportParts) -> None:
-    """Both read one pool in one GPU's memory. Raises SetupError."""
+    """Checks that the worker's pool is in one GPU's memory, where these transports read it. Raises SetupError."""
     config = parts.config
     if config.runner != "model" or not config.device.startswith("cuda"):
         raise SetupError(f"{name} moves KV between GPUs, and this worker has none ({config.device}); leave it out of --kv-transfer")

@@ -51,7 +51,7 @@ class FifoGate:
             self.pump()
 
     def pump(self) -> None:
-        """Call it after room was freed: the first in the queue tries again."""
+        """Lets the first in the queue try again. Call it after room was freed."""
         if self._waiters:
             self._waiters[0].set()
 

@@ -41,13 +41,13 @@ def check_encoding(encoding: str, layout: LayoutRecord) -> None:
 
 
 def wire_layout(encoding: str, layout: LayoutRecord) -> LayoutRecord:
-    """The layout of blocks while they travel, if not as zstd."""
+    """Returns the layout of blocks while they travel, if not as zstd."""
     return replace(layout, quantization=encoding) if encoding in LOSSY else layout
 
 
 def encode(encoding: str, blocks: Bytes, layout: LayoutRecord, *, num_layers: int | None = None, level: int = 1) -> Bytes:
-    """blocks uint8 [n, bytes of a block over these layers] as flat bytes, never more of them. `level`: zstd's. Raises InvalidRequest. Run
-    it in a thread."""
+    """Returns blocks, uint8 [n, bytes of a block over these layers] as flat bytes, never more of them. `level`: zstd's. Raises
+    InvalidRequest. Run it in a thread."""
     check_encoding(encoding, layout)
     flat = np.ascontiguousarray(blocks).reshape(-1)
     if encoding == "raw":
@@ -60,7 +60,7 @@ def encode(encoding: str, blocks: Bytes, layout: LayoutRecord, *, num_layers: in
 
 
 def decode(encoding: str, data: Bytes, num_blocks: int, layout: LayoutRecord, *, num_layers: int | None = None) -> Bytes:
-    """The inverse of encode, exact but for LOSSY ones. Raises InvalidRequest, and DataLoss for what cannot have been encoded so. Never
+    """Does the inverse of encode, exact but for LOSSY ones. Raises InvalidRequest, and DataLoss for what cannot have been encoded so. Never
     makes more than the blocks' own size."""
     check_encoding(encoding, layout)
     size = convert.block_bytes(layout, num_layers)
@@ -85,7 +85,7 @@ def decode(encoding: str, data: Bytes, num_blocks: int, layout: LayoutRecord, *,
 
 
 def _check_size(data: Bytes, num_bytes: int) -> None:
-    """A frame says itself how much comes out of it, and the decompressor would take its word."""
+    """Checks that a frame holds as many bytes as were announced: it says itself how many, and the decompressor would take its word."""
     try:
         said = zstandard.frame_content_size(data.data)
     except zstandard.ZstdError as error:
@@ -95,7 +95,7 @@ def _check_size(data: Bytes, num_bytes: int) -> None:
 
 
 def shuffle(data: Bytes, item_bytes: int) -> Bytes:
-    """First bytes of all items, then all second ones, and so on; flat."""
+    """Returns the first bytes of all items, then all second ones, and so on; flat."""
     if item_bytes == 1:
         return data
     # Byte by byte with a stride: several times as fast as copying a transposed view.
@@ -106,7 +106,7 @@ def shuffle(data: Bytes, item_bytes: int) -> Bytes:
 
 
 def unshuffle(data: Bytes, item_bytes: int) -> Bytes:
-    """The inverse. Raises DataLoss if there are no whole items."""
+    """Does the inverse of shuffle. Raises DataLoss if there are no whole items."""
     if data.size % item_bytes:
         raise DataLoss(f"{data.size} bytes are no whole numbers of {item_bytes} bytes; prefill again")
     if item_bytes == 1:

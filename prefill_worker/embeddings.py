@@ -50,8 +50,8 @@ class Embedder:
 
     @asynccontextmanager
     async def queued(self, request: EngineRequest) -> AsyncIterator[Embedding]:
-        """Around the wait for a vector: the prompt is queued, and what is left of it at the end is freed. Raises ResourceExhausted and
-        InvalidRequest."""
+        """Gives the embedding of a request, as a context around the wait for its vector: the prompt is queued, and what is left of it at
+        the end is freed. Raises ResourceExhausted and InvalidRequest."""
         embedding = Embedding(request=request, pooled=asyncio.get_running_loop().create_future())
         await self._engine.submit(request)
         self._live[request.seq_id] = embedding

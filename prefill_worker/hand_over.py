@@ -95,7 +95,7 @@ class HandOvers:
         self._steps, self._stuck_since = -1, 0.0
 
     def __len__(self) -> int:
-        """The number of leases that still hold something."""
+        """Returns the number of leases that still hold something."""
         return len(self._table)
 
     @property
@@ -150,7 +150,7 @@ class HandOvers:
         return hand_over
 
     def ended_error(self, hand_over: HandOver) -> TwostepError:
-        """The error for a reader of a lease that has ended."""
+        """Returns the error for a reader of a lease that has ended."""
         if (refusal := self._refusals.get(hand_over.lease_id)) is not None:
             return refusal
         why = f": {hand_over.error.message}" if hand_over.error is not None else ""
@@ -161,8 +161,8 @@ class HandOvers:
         return self._engine.facts.shape.block_bytes
 
     def find(self, ticket: Ticket) -> HandOver:
-        """The hand-over of a ticket that verifies. Raises what Ticket.verify raises, and if its lease has ended Unavailable, or what is
-        wrong with the request."""
+        """Returns the hand-over of a ticket that verifies. Raises what Ticket.verify raises, and if its lease has ended Unavailable, or
+        what is wrong with the request."""
         self._verify(ticket)
         hand_over = self._live.get(attempt_id(ticket.request_id, ticket.attempt))
         # A request that used its id again has another lease by the same name.
@@ -182,7 +182,7 @@ class HandOvers:
     def watched(
         self, hand_over: HandOver, offered: Sequence[str], wires: Sequence[str] = (), *, num_cached_tokens: int | None = None
     ) -> TransportEnd:
-        """The transport by which it is published, chosen by the first reader, as is the form of its blocks (`wire`) and, with
+        """Returns the transport by which it is published, chosen by the first reader, as is the form of its blocks (`wire`) and, with
         `num_cached_tokens`, which of them: those that it does not hold. `offered`: those that work for this one, best first; `wires`: forms
         that it takes besides raw. Raises Unavailable, Incompatible and InvalidRequest, and then nothing is chosen."""
         if hand_over.transport is None:
@@ -236,7 +236,7 @@ class HandOvers:
         return answer
 
     def renew(self, hand_over: HandOver) -> None:
-        """The decode worker watches: it is alive, and waits for us."""
+        """Renews the lease: the decode worker watches, it is alive, and waits for us."""
         self._apply(hand_over, FetchProgress())
 
     def abort(self, hand_over: HandOver, reason: str, error: TwostepError | None = None) -> None:
@@ -274,7 +274,7 @@ class HandOvers:
                 self.abort(hand_over, failure.message, failure.as_error())
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
-        """While a step runs: what of it is done already."""
+        """Takes, while a step runs, what of it is done already."""
         for each in progress:
             if (hand_over := self._under_way(each.seq_id)) is not None:
                 hand_over.on_layers(each)
@@ -285,7 +285,7 @@ class HandOvers:
         return None if hand_over is None or hand_over.lease.state.ended else hand_over
 
     def _start_publisher(self, hand_over: HandOver) -> None:
-        """Once the transport is chosen."""
+        """Starts to publish, once the transport is chosen."""
         if hand_over.publisher is not None or hand_over.transport is None:
             return
         self._apply(hand_over, PublisherStarted(hand_over.transport.copies_out))
@@ -404,7 +404,7 @@ class HandOvers:
         ).signed(self._parts.secret)
 
     def probed(self, request: ProbePass) -> Sequence[TransportEnd]:
-        """The transports that a reader may try now. Raises what ProbePass.verify raises."""
+        """Returns the transports that a reader may try now. Raises what ProbePass.verify raises."""
         request.verify(self._parts.secret, worker_id=self._parts.worker_id, epoch=self._parts.epoch)
         return self._transports.ready
 

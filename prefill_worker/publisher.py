@@ -159,7 +159,7 @@ class HandOver:
         self._changed = asyncio.Event()
 
     async def wait_change(self, timeout_s: float | None = None) -> None:
-        """Until something changes, or `timeout_s` passes. Look first, then wait: between the two there must be no await."""
+        """Waits until something changes, or `timeout_s` passes. Look first, then wait: between the two there must be no await."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -218,9 +218,9 @@ class Publisher:
             )
 
     def choose(self, offered: Sequence[str], wires: Sequence[str], num_bytes: int) -> tuple[TransportEnd, str]:
-        """The reader's first transport that can be used here, and the form in which blocks travel by it to a reader that takes `wires`
-        besides raw. `offered` empty: any that copies out, which asks nothing of the reader but to fetch. Raises Incompatible (nothing in
-        common, ever) and Unavailable."""
+        """Returns the reader's first transport that can be used here, and the form in which blocks travel by it to a reader that takes
+        `wires` besides raw. `offered` empty: any that copies out, which asks nothing of the reader but to fetch. Raises Incompatible
+        (nothing in common, ever) and Unavailable."""
         names = offered or [transport.name for transport in self._transports if transport.copies_out]
         known = [transport for name in names if (transport := self._transports.get(name)) is not None]
         for transport in known:

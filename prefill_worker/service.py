@@ -250,7 +250,7 @@ class HandOverSpans:
         return self._tracer.start("prefill_worker", metadata, at=embedding.submitted_at)
 
     def end(self, hand_over: HandOver, span: Span) -> None:
-        """The call is over; its publisher may still be on its way out."""
+        """Ends the span: the call is over; its publisher may still be on its way out."""
         if span.recording:
             span.set({"twostep.lease": hand_over.lease.state.name.lower()})
         _end_span(hand_over, span)

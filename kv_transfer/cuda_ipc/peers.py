@@ -75,7 +75,7 @@ def open_handle(handle: bytes, device: torch.device) -> int:
 
 
 def close_handle(address: int, device: torch.device) -> None:
-    """No kernel may be reading. Does not raise: after a failure the mapping goes with the process."""
+    """Closes a handle, of which no kernel may be reading. Does not raise: after a failure the mapping goes with the process."""
     driver = ctypes.CDLL("libcuda.so.1")
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()
@@ -164,7 +164,8 @@ class IpcPeers:
 
     @contextmanager
     def pool_of(self, endpoint: IpcEndpoint) -> Iterator[PeerPool]:
-        """It stays open within. Raises Unavailable (the peer is gone, or cannot be read from here) and ResourceExhausted."""
+        """Gives a peer's pool, which stays open within the context. Raises Unavailable (the peer is gone, or cannot be read from here) and
+        ResourceExhausted."""
         with self._lock:
             if endpoint.process.gone(self._own):
                 raise Unavailable(f"the KV source, process {endpoint.process.pid}, has ended; prefill again")
@@ -193,7 +194,7 @@ class IpcPeers:
                     self._close(mapping)
 
     def close(self) -> None:
-        """Nothing may be read any more."""
+        """Closes all handles. Nothing may be read any more."""
         with self._lock:
             for mapping in list(self._mappings.values()):
                 assert not mapping.users

@@ -144,7 +144,7 @@ class CudaIpcTransport(InPlaceTransport):
         return 0.0
 
     async def _pull_batch(self, batch: PullBatch) -> list[int]:
-        """Its deadline is that of those who wait for it."""
+        """Pulls for all that wait. Its deadline is that of those who wait for it."""
         async with self._lane_free(time.monotonic() + _TURN_S):
             fetches = self._batches.begin(batch)
             sources = [block for fetch in fetches for block in fetch.source_blocks]

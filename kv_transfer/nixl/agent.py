@@ -73,7 +73,7 @@ class NixlRead:
             return self._abandoned
 
     def may_land(self) -> bool:
-        """The agent's thread asks once, before it lets anything land."""
+        """Returns whether a read may write. The agent's thread asks once, before it lets anything land."""
         with self._lock:
             self._landing_begun = self.landing is not None and not self._abandoned
             return self._landing_begun
@@ -299,7 +299,8 @@ class NixlAgent:
         self._peers[source.agent] = source.metadata
 
     def _forget_failed(self) -> None:
-        """Not before the last read from it has ended: the library would say of the others that they are unknown, not that they ended."""
+        """Forgets a peer that failed, not before the last read from it has ended: the library would say of the others that they are
+        unknown, not that they ended."""
         if self._failed:
             for name in self._failed - {read.source.agent for read in self._on_way}:
                 self._failed.discard(name)

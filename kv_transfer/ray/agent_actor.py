@@ -110,17 +110,17 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
                 gc.collect()
 
     async def fetch(self, lease_id: str, chunk: int) -> list[Any]:
-        """Another agent's call. The ref travels inside the answer: Ray then keeps count of who borrows it."""
+        """Answers another agent. The ref travels inside the answer: Ray then keeps count of who borrows it."""
         published = self._book.get(lease_id, chunk)
         return [] if published is None else [published.ref]
 
     async def neighbour(self) -> list[Any]:
-        """Another agent's call: where its worker may ask this one directly, [socket path, the store's identity]; or nothing."""
+        """Answers another agent: where its worker may ask this one directly, [socket path, the store's identity]; or nothing."""
         store = await self._look_for_store()
         return [] if store is None else [self._socket_path, store.identity]
 
     async def probe(self, num_bytes: int) -> list[Any]:
-        """Another agent's call: the probe pattern, put for the caller alone. Freed once the caller lets go of it."""
+        """Answers another agent: the probe pattern, put for the caller alone. Freed once the caller lets go of it."""
         if not 0 < num_bytes <= PROBE_BYTES:
             return []
         async with self._probing:
@@ -259,7 +259,7 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
         return self._store
 
     def _put(self, data: Bytes) -> Published:
-        """Blocks while it is copied."""
+        """Puts an object into the store. Blocks while it is copied."""
         ref = ray.put(data)
         if self._store is None:
             return Published(ref, None)
@@ -294,7 +294,7 @@ class KvAgent(kv_pb2_grpc.KvAgentServicer):
 
 
 def _find_store() -> StoreFile | None:
-    """Blocks for as long as the store does."""
+    """Finds the node's object store. Blocks for as long as the store does."""
     return find_store(ray.get(ray.put(np.zeros(_TRIAL_BYTES, np.uint8))), (os.getppid(), os.getpid()))
 
 

@@ -261,7 +261,7 @@ class AgentSession:
         slot.call.result()
 
     async def _look_at_own_side(self, endpoint: str) -> None:
-        """Nothing came from there. Falls silent if that is for want of an object store, or of a network, on this side."""
+        """Is called when nothing came from a source. Falls silent if that is for want of an object store, or of a network, on this side."""
         reaches, answers = await asyncio.gather(self._reaches_ray(), _in_time(self.status(try_store=True)))
         if not reaches:
             self._cut_off = True
@@ -457,7 +457,8 @@ class AgentSession:
             raise Unavailable(f"Ray's KV agent is gone: {self._lost.result()}; prefill again")
 
     async def _call(self, begin: Callable[[], Awaitable[T]], *, counts: bool = True) -> T:
-        """One RPC. Raises TwostepErrors only; a call that outlives its own deadline ends the session. `counts`: somebody waits for it."""
+        """Makes one RPC. Raises TwostepErrors only; a call that outlives its own deadline ends the session. `counts`: somebody waits for
+        it."""
         self.check_alive()
         call = object()
         if counts:
@@ -566,7 +567,7 @@ async def _in_time(call: Coroutine[Any, Any, object]) -> bool:
 
 
 async def reach(ray_address: str, within_s: float) -> None:
-    """A connection to Ray's head and nothing more. Raises Unavailable."""
+    """Makes a connection to Ray's head and nothing more. Raises Unavailable."""
     host, _, port = ray_address.rpartition(":")
     try:
         async with asyncio.timeout(within_s):

@@ -29,7 +29,7 @@ class Child:
 
     @classmethod
     async def start(cls, argv: Sequence[str]) -> Child:
-        """In a session of its own: a Ctrl-C in this process's terminal is this process's to handle. Raises OSError."""
+        """Starts the child in a session of its own: a Ctrl-C in this process's terminal is this process's to handle. Raises OSError."""
         process = await asyncio.to_thread(
             subprocess.Popen,
             argv,
@@ -60,13 +60,13 @@ class Child:
             self._process.stdin.close()
 
     def close(self) -> None:
-        """Nothing of what it says is read any more. Idempotent. (At its end the pipes close by themselves, but where a process of its own
-        still has them, or what it said was never read.)"""
+        """Stops reading what the child says. Idempotent. (At its end the pipes close by themselves, but where a process of its own still
+        has them, or what it said was never read.)"""
         for transport in self._transports:
             transport.close()
 
     def kill(self) -> None:
-        """Nothing happens if it has ended."""
+        """Kills the child. Nothing happens if it has ended."""
         self._process.kill()
 
     def _watch(self) -> None:

@@ -187,7 +187,7 @@ class RayNode:
         self._stop_asked = True
 
     def _stopped(self) -> bool:
-        """Asked anew each time: a signal's handler may have changed it."""
+        """Returns whether to stop, asked anew each time: a signal's handler may have changed it."""
         return self._stop_asked
 
     def run(self) -> None:
@@ -221,7 +221,7 @@ class RayNode:
         return False
 
     def _live(self) -> int:
-        """From the start of `ray start` to its end, which `stop` brings about. Returns its exit status."""
+        """Keeps Ray running from the start of `ray start` to its end, which `stop` brings about. Returns its exit status."""
         pid = os.posix_spawn(sys.executable, self._config.argv(), self._env)
         log.info("Ray's %s starts", "head" if self._config.ray_head else f"node of {self._config.ray_address}")
         kill_at: float | None = None

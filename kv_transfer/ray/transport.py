@@ -161,8 +161,8 @@ class RayTransport(CopyingTransport):
             yield slot.bytes
 
     async def probe(self, endpoint: str, *, deadline: float) -> ProbeTiming:
-        """The source's agent puts a known pattern into its object store for this one call; `seconds` holds that, the pull and the copy
-        into the ring."""
+        """Measures the path from a source: its agent puts a known pattern into its object store for this one call; `seconds` holds that,
+        the pull and the copy into the ring."""
         session = self._running_session()
         num_bytes = max(1, min(PROBE_BYTES, self._config.ring_bytes // 4))
         async with self._slot_in_time(session, num_bytes, deadline=deadline) as slot:
@@ -195,7 +195,8 @@ class RayTransport(CopyingTransport):
         return TransportStats(num_leases=status.num_leases, num_objects=status.num_objects, stored_bytes=status.stored_bytes)
 
     async def _put(self, session: AgentSession, lease_id: str, index: int, slot: RingSlot, *, ttl_s: float, deadline: float) -> None:
-        """The agent's own book may free a lease a moment later than ours: a full agent is asked again until the deadline."""
+        """Hands a chunk to the agent. The agent's own book may free a lease a moment later than ours: a full agent is asked again until the
+        deadline."""
         while True:
             try:
                 return await session.put(lease_id, index, slot, ttl_s=ttl_s)
@@ -258,12 +259,12 @@ class RayTransport(CopyingTransport):
             return None
 
     def _say_not_ready(self, why: str) -> None:
-        """Once for each change, not for each try."""
+        """Logs why it is not ready, once for each change, not for each try."""
         if why != self._why_not_ready:
             log.warning("KV transfer over Ray is not ready: %s", why)
             self._why_not_ready = why
 
     async def _sweep(self) -> None:
-        """Our book of what the agent holds forgets what the agent drops by itself."""
+        """Makes our book of what the agent holds forget what the agent drops by itself."""
         if self._session is not None:
             self._session.book.expire(for_good=False)

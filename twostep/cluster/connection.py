@@ -41,7 +41,8 @@ T = TypeVar("T")
 
 
 def connect(url: str) -> Redis:
-    """A client whose calls answer or fail within some seconds: who calls decides what to repeat. Raises SetupError for a bad URL."""
+    """Returns a client whose calls answer or fail within some seconds: who calls decides what to repeat. Raises SetupError for a bad
+    URL."""
     options: dict[str, Any] = {"socket_timeout": _TIMEOUT_S, "socket_connect_timeout": _TIMEOUT_S, "retry": Retry(NoBackoff(), 0)}
     try:
         if urlsplit(url).scheme in _SENTINEL_SCHEMES:
@@ -54,7 +55,7 @@ def connect(url: str) -> Redis:
 
 
 def public(url: str) -> str:
-    """The URL without its password."""
+    """Returns the URL without its password."""
     parts = urlsplit(url)
     return url if parts.password is None else url.replace(f":{parts.password}@", ":***@", 1)
 

@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def reasons_against(source: LayoutRecord, target: LayoutRecord) -> list[str]:
-    """All that stands against turning KV of `source` into KV of `target`; empty: nothing does."""
+    """Returns all that stands against turning KV of `source` into KV of `target`; empty: nothing does."""
     reasons = []
     for name in ("model_fingerprint", "num_layers", "head_dim", "num_planes", "num_groups", "num_windowed", "reach"):
         if getattr(source, name) != getattr(target, name):
@@ -77,8 +77,8 @@ def joinable(source: LayoutRecord, target: LayoutRecord) -> bool:
 
 
 def keeps_keys(source: LayoutRecord, target: LayoutRecord) -> bool:
-    """Whether KV of `source` in a pool of `target` is what the target would have computed: only then it may stand under the target's
-    prefix hashes (see cache_key_fields)."""
+    """Returns whether KV of `source` in a pool of `target` is what the target would have computed: only then it may stand under the
+    target's prefix hashes (see cache_key_fields)."""
     return cache_key_fields(source, target) == (target.dtype, target.quantization)
 
 

@@ -34,7 +34,7 @@ def demand_key(window: int) -> str:
 
 
 def window_of(unix_s: float) -> int:
-    """The window that an instant lies in."""
+    """Returns the window that an instant lies in."""
     return int(unix_s // WINDOW_S)
 
 
@@ -73,7 +73,8 @@ class DemandTotals:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> DemandTotals | None:
-        """None for what makes no sense. Fields that a newer router has more are passed over; those that an older one has not are 0."""
+        """Reads totals; None for what makes no sense. Fields that a newer router has more are passed over; those that an older one has not
+        are 0."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError):
@@ -91,7 +92,7 @@ NOTHING = DemandTotals()
 
 
 def signed_totals(signer: Signer, window: int, router_id: str, totals: DemandTotals) -> str:
-    """As the router writes them."""
+    """Returns totals as the router writes them."""
     return signer.sign_value(totals.to_json(), str(window), router_id)
 
 
@@ -121,14 +122,14 @@ class Demand:
 
 
 def windows_to_read(now_s: float) -> list[int]:
-    """The oldest first; the last one is not over yet."""
+    """Returns the windows, the oldest first; the last one is not over yet."""
     last = window_of(now_s)
     return list(range(last - KEPT_WINDOWS, last + 1))
 
 
 def demand_of(fields: Mapping[int, Mapping[bytes, bytes]], *, now_s: float, span_s: float) -> Demand:
-    """From the hashes of windows_to_read. `recent` is of the last `span_s` seconds before those that may still change; one window at least.
-    Damaged fields are passed over."""
+    """Returns the demand from the hashes of windows_to_read. `recent` is of the last `span_s` seconds before those that may still change;
+    one window at least. Damaged fields are passed over."""
     last_over = window_of(now_s - LATE_S) - 1
     first = last_over - max(1, round(span_s / WINDOW_S)) + 1
     kept, recent = NOTHING, NOTHING

@@ -32,7 +32,7 @@ return string.format('%.0f', epoch)
 
 
 async def next_epoch(redis: Redis, after: int = 0) -> int:
-    """An epoch that nobody has had, larger than `after`. Raises RedisError, OSError."""
+    """Returns an epoch that nobody has had, larger than `after`. Raises RedisError, OSError."""
     return int(await cast(Awaitable[bytes], redis.eval(_NEXT, 1, EPOCH_KEY, str(after), str(MAX_EPOCH))))
 
 

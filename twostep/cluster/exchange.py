@@ -213,7 +213,8 @@ class SharedTotals:
         return self._aged([use for window, fields in fields_of for use in self.ledger.hear(window, fields)])
 
     def _to_read(self, *, read_all: bool) -> Sequence[int]:
-        """Others write into a window for a little while after it is over; and the shared clock may just have been set."""
+        """Returns the windows to read. Others write into a window for a little while after it is over; and the shared clock may just have
+        been set."""
         window, now = self._window(), self._clock.monotonic()
         self._last_seen[window] = now
         for old in [each for each, seen in self._last_seen.items() if now - seen > self._num_windows * self._window_s]:

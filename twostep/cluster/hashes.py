@@ -39,6 +39,6 @@ def read_hashes(pipeline: Pipeline, keys: Sequence[str], *, max_fields: int = MA
 
 
 def hashes_in(reply: Sequence[Sequence[bytes]]) -> Iterator[dict[bytes, bytes]]:
-    """The hashes in the order of their keys."""
+    """Returns the hashes in the order of their keys."""
     for flat in reply:
         yield dict(zip(flat[::2], flat[1::2], strict=True))

@@ -222,7 +222,8 @@ def fallback_curve(candidates: Sequence[Candidate]) -> StepCurve:
 
 
 def mean_load(candidate: Candidate, num_tokens: int) -> MeanLoad:
-    """Its means, or what the record says. A record without queued tokens has prompts by number: each is taken for one like this."""
+    """Returns a worker's means, or what the record says. A record without queued tokens has prompts by number: each is taken for one like
+    this."""
     if candidate.mean is not None:
         return candidate.mean
     load = candidate.record.load
@@ -293,8 +294,8 @@ def queued_now(candidate: Candidate, mean: MeanLoad, share: Shares, request_clas
 def prompt_s(
     curve: StepCurve, num_tokens: float, pairs: float, room: int, *, decodes: float = 0.0, context: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds that `num_tokens` of prompts with `pairs` query-key pairs take in steps of `room` tokens among `decodes` that go on, and how
-    many of these seconds the steps would not have taken without them. `StepCurve.prefill_s` in closed form."""
+    """Returns the seconds that `num_tokens` of prompts with `pairs` query-key pairs take in steps of `room` tokens among `decodes` that go
+    on, and how many of these seconds the steps would not have taken without them. `StepCurve.prefill_s` in closed form."""
     if num_tokens <= 0:
         return 0.0, 0.0
     full = num_tokens // room
@@ -317,7 +318,7 @@ def prompt_s(
 
 
 def hand_over_s(num_bytes: float, transport: str, measured: Sequence[MeasuredHandOver] = ()) -> float:
-    """Seconds from the first token to the commit. `measured`: by the worker that takes it; how they grow with the bytes is the
+    """Returns the seconds from the first token to the commit. `measured`: by the worker that takes it; how they grow with the bytes is the
     transport's rate."""
     rate = TRANSPORT_RATES.get(transport, _UNKNOWN_RATE)
     for each in measured:
@@ -452,13 +453,13 @@ class Predictor:
         )
 
     def prefill(self, at: Decoding) -> Prediction:
-        """It computes the prompt, and hands it over."""
+        """Predicts that it computes the prompt, and hands it over."""
         ttft = self._ttft(at)
         cost = self._own * ttft + at.prompt_others_s + at.prompt_penalty + _miss(ttft, self._demand.ttft_ms)
         return Prediction(candidate=at.candidate, cost=cost, load_s=at.waiting_s, others_s=at.prompt_others_s, ttft_s=ttft)
 
     def decode(self, at: Decoding, transport: str) -> Prediction:
-        """The prompt's KV comes to it by this transport."""
+        """Predicts that it decodes, where the prompt's KV comes to it by this transport."""
         answer = self._answer
         if not answer:
             return Prediction(candidate=at.candidate, cost=at.penalty, load_s=0.0)
@@ -481,7 +482,7 @@ class Predictor:
         )
 
     def local(self, at: Decoding) -> Prediction:
-        """It computes the prompt itself, in chunks beside its decodes, and keeps the sequence."""
+        """Predicts that it computes the prompt itself, in chunks beside its decodes, and keeps the sequence."""
         answer, ttft = self._answer, self._ttft(at)
         tpot, gap = (at.tpot_s, at.gap_s) if answer else (0.0, 0.0)
         others = at.prompt_others_s + (at.others_s if answer else 0.0)
@@ -499,7 +500,7 @@ class Predictor:
         )
 
     def idle_ttft_s(self, candidate: Candidate) -> float:
-        """The time to the first token, were the worker idle."""
+        """Returns the time to the first token, were the worker idle."""
         demand = self._demand
         cached = min(candidate.cached_tokens, demand.num_tokens - 1)
         pairs = (demand.num_tokens * demand.num_tokens - cached * cached) / 2
@@ -510,7 +511,7 @@ class Predictor:
         return at.step_s / 2 + at.waiting_s + at.computing_s + at.host_copy_s
 
     def _answer_cost(self, tpot_s: float) -> float:
-        """Seconds of its own tokens, of which those within its target count for little."""
+        """Returns the seconds of its own tokens, of which those within its target count for little."""
         target_ms = self._demand.tpot_ms
         within = target_ms is not None and tpot_s * 1e3 <= target_ms
         return self._answer * tpot_s * (_SLACK_SHARE if within else 1.0)

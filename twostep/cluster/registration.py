@@ -134,7 +134,7 @@ class Registration:
         return self._connected
 
     async def new_epoch(self, after: int) -> int:
-        """An epoch for the worker's next life. Without Redis, the one after."""
+        """Returns an epoch for the worker's next life. Without Redis, the one after."""
         try:
             return await next_epoch(self._redis, after)
         except (RedisError, OSError):
@@ -168,8 +168,8 @@ class Registration:
         self._task = asyncio.create_task(self._beat_forever(), name="heartbeat")
 
     async def announce(self) -> None:
-        """A heartbeat now, for what routers should not learn a second late. A worker of a new epoch stands under that from now on, with all
-        the prefixes that it holds. Where Redis is away, a later heartbeat says it."""
+        """Sends a heartbeat now, for what routers should not learn a second late. A worker of a new epoch stands under that from now on,
+        with all the prefixes that it holds. Where Redis is away, a later heartbeat says it."""
         if self._task is not None:
             await self._try_beat()
 

@@ -79,7 +79,7 @@ class ScalingRecord:
 
     @classmethod
     def from_redis(cls, text: bytes, signer: Signer) -> ScalingRecord:
-        """As its leader wrote it. Raises InvalidRequest, also for what no member of the deployment wrote."""
+        """Reads the record as its leader wrote it. Raises InvalidRequest, also for what no member of the deployment wrote."""
         try:
             return cls.from_json(signer.read_object(text))
         except Unauthenticated as error:

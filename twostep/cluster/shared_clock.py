@@ -26,7 +26,7 @@ class SharedClock:
         return self._known
 
     def unix(self) -> float:
-        """Seconds since 1970."""
+        """Returns the seconds since 1970."""
         return self.monotonic() + self._ahead_s
 
     def set(self, reply: tuple[int, int]) -> None:

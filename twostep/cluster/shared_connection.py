@@ -59,7 +59,7 @@ class SharedConnection:
             late.cancel()
 
     async def close(self) -> None:
-        """Idempotent. Whoever waits gets an error."""
+        """Closes the connection. Idempotent. Whoever waits gets an error."""
         if self._connection is not None:
             self._lose(self._connection, RedisConnectionError("closed"))
         if self._reading is not None:
@@ -101,7 +101,7 @@ class SharedConnection:
             await connection.disconnect(nowait=True)
 
     def _lose(self, connection: AbstractConnection, error: Exception) -> None:
-        """All that is asked over it fails."""
+        """Fails all that is asked over the connection."""
         if self._connection is not connection:
             return
         self._connection = None

@@ -92,10 +92,10 @@ def calibrate(
     budget_s: float = DEFAULT_BUDGET_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> StepCurve:
-    """The cost curve of the runner's steps. Takes about `budget_s`, and what a GPU needs to build kernels that it lacks; call it before
-    anything else is launched, on a thread that may launch. `captured_rows`: steps with prompts of up to so many rows are captured, and
-    build no kernels. The fake runner's curve is known. Raises what the device fails with, and
-    SetupError if the pool holds no step at all."""
+    """Returns the cost curve of the runner's steps. Takes about `budget_s`, and what a GPU needs to build kernels that it lacks; call it
+    before anything else is launched, on a thread that may launch. `captured_rows`: steps with prompts of up to so many rows are captured,
+    and build no kernels. The fake runner's curve is known. Raises what the device fails with, and SetupError if the pool holds no step at
+    all."""
     if isinstance(runner, FakeRunner):
         return StepCurve(fixed_s=max(runner.step_s, _FAKE_STEP_S), per_row_s=max(runner.per_token_s, _FAKE_ROW_S))
     begun = clock()
@@ -161,9 +161,9 @@ def probes(runner: Runner, step_tokens: int, max_num_seqs: int) -> Iterator[Step
 
 
 def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int, captured_rows: int = 0) -> Iterator[StepProbe]:
-    """A prompt's chunk beside decodes: few and many, and the numbers that Triton compiles for apart (1, multiples of 16). Their kernels are
-    others than those of either alone, and building one takes seconds, which the first such step would hold everybody up for. The chunks are
-    short, or such that the steps are just too large to be captured: one each, since they take long."""
+    """Yields steps of a prompt's chunk beside decodes: few and many, and the numbers that Triton compiles for apart (1, multiples of 16).
+    Their kernels are others than those of either alone, and building one takes seconds, which the first such step would hold everybody up
+    for. The chunks are short, or such that the steps are just too large to be captured: one each, since they take long."""
     for i, count in enumerate(sorted({min(count, max_num_seqs - 1, step_tokens - 2) for count in _MIXED_SEQS})):
         sizes = (captured_rows + (16 if i % 2 else 1),) if captured_rows else (*_SHORT_CHUNKS, _SHORT_CONTEXT)
         chunks = {min(chunk, max(2, step_tokens - count)) for chunk in sizes} if count > 0 else ()
@@ -174,7 +174,7 @@ def mixed_probes(runner: Runner, step_tokens: int, max_num_seqs: int, captured_r
 
 
 def short_probes(runner: Runner, step_tokens: int) -> Iterator[StepProbe]:
-    """A short chunk alone, at the beginning of a prompt and behind others."""
+    """Yields steps of a short chunk alone, at the beginning of a prompt and behind others."""
     for count in sorted({min(count, step_tokens) for count in _SHORT_CHUNKS}):
         for start in (0, _SHORT_CONTEXT):
             probe = StepProbe((start,), (count,))
@@ -205,7 +205,8 @@ def _curve_of(samples: Sequence[StepSample]) -> StepCurve:
 
 
 def _with_a_price(curve: StepCurve, samples: Sequence[StepSample]) -> StepCurve:
-    """Where noise hides what a prompt costs, it costs what the largest one measured took: prompts are never free."""
+    """Returns the curve with a price of prompts: where noise hides what one costs, it costs what the largest one measured took: prompts are
+    never free."""
     if curve.per_row_s:
         return curve
     largest = max(samples, key=lambda sample: sample.work.prompt_tokens + sample.work.decodes)
@@ -213,7 +214,8 @@ def _with_a_price(curve: StepCurve, samples: Sequence[StepSample]) -> StepCurve:
 
 
 def _expected_s(samples: Sequence[StepSample], probe: StepProbe) -> float:
-    """In proportion to the largest step so far that is no larger: an estimate from above, since part of every step is fixed."""
+    """Returns how long a step is expected to take, in seconds, in proportion to the largest step so far that is no larger: an estimate from
+    above, since part of every step is fixed."""
     rows = sum(probe.counts)
     known = [(s.work.prompt_tokens + s.work.decodes, s.seconds) for s in samples]
     nearest = max((k for k in known if k[0] <= rows), default=known[0])
@@ -221,7 +223,7 @@ def _expected_s(samples: Sequence[StepSample], probe: StepProbe) -> float:
 
 
 def _measure(runner: Runner, batch: Batch, clock: Callable[[], float], left_s: float) -> float:
-    """Seconds of such a step; of one alone, where more would take longer than there is time."""
+    """Returns the seconds of such a step; of one alone, where more would take longer than there is time."""
     first = _timed(runner, batch, clock)
     if (1 + _REPEATS) * first > left_s:
         return first

@@ -96,7 +96,7 @@ def config_in_role(config: WorkerConfig, role: str) -> WorkerConfig:
 
 
 def reachable_address(config: WorkerConfig, port: int) -> str:
-    """host:port for others; `port`: the one it listens on."""
+    """Returns host:port for others; `port`: the one it listens on."""
     host, _, given_port = config.advertise_address.rpartition(":")
     if host and given_port.isdecimal():
         return config.advertise_address

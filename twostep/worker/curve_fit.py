@@ -32,8 +32,8 @@ class StepSample:
 
 
 def fit_curve(samples: Sequence[StepSample]) -> StepCurve:
-    """The curve with the least squared *relative* errors, so that short decode steps count as long prefill steps do. No term is negative:
-    more work never takes less time. Samples far off the others are weighed down. What the samples do not tell apart (no prompts
+    """Returns the curve with the least squared *relative* errors, so that short decode steps count as long prefill steps do. No term is
+    negative: more work never takes less time. Samples far off the others are weighed down. What the samples do not tell apart (no prompts
     among them, say) gets 0. Raises ValueError without samples, or if one took no time."""
     if not samples or any(not sample.seconds > 0 for sample in samples):
         raise ValueError(f"a curve is fitted to steps that took some time; got {len(samples)} samples")
@@ -71,13 +71,13 @@ class _Fit:
 
 
 def _knees(rows: _Array) -> list[float]:
-    """Where one may lie: at and between the sizes measured, but for the largest: beyond it nothing is known."""
+    """Returns where a knee may lie: at and between the sizes measured, but for the largest: beyond it nothing is known."""
     steps = [np.linspace(low, high, _PLACES, endpoint=False) for low, high in itertools.pairwise(np.unique(rows))]
     return [float(knee) for knee in np.concatenate(steps)] if steps else []
 
 
 def _near(knee: float, rows: _Array) -> list[float]:
-    """More places around one that was found."""
+    """Returns more places around one that was found."""
     sizes = np.unique(rows)
     at = int(np.searchsorted(sizes, knee, side="right"))
     step = (sizes[at] - sizes[at - 1]) / _PLACES if 0 < at < len(sizes) else 0.0
@@ -99,8 +99,8 @@ def _robust(columns: _Array, knee: float) -> _Fit:
 
 
 def non_negative_least_squares(matrix: _Array, target: _Array) -> _Array:
-    """x >= 0 that minimises |matrix @ x - target|: the active-set method of Lawson and Hanson, "Solving Least Squares Problems" (1974),
-    chapter 23. `matrix` is float64 [m, n], `target` [m]; columns may have any scale, or be zero."""
+    """Returns the x >= 0 that minimises |matrix @ x - target|: the active-set method of Lawson and Hanson, "Solving Least Squares Problems"
+    (1974), chapter 23. `matrix` is float64 [m, n], `target` [m]; columns may have any scale, or be zero."""
     scale = np.linalg.norm(matrix, axis=0)
     used = scale > 0
     scaled = matrix[:, used] / scale[used]

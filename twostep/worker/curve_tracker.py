@@ -41,7 +41,7 @@ class _Factor:
     num_steps: int = 0
 
     def learned(self, ratio: float) -> _Factor:
-        """After a step that took `ratio` times as long as was expected with it."""
+        """Returns the curve as it is after a step that took `ratio` times as long as was expected with it."""
         rate = max(LEARNING_RATE, 1 / (_MEASURED_STEPS + 1 + self.num_steps))
         bound = math.log(MAX_FACTOR)
         log = self.log + rate * min(_FAR, max(-_FAR, math.log(ratio)))
@@ -80,8 +80,8 @@ class CurveTracker:
         )
 
     def observe_mixed_launch(self, work: StepWorkload, seconds: float) -> None:
-        """Launching a step with prompts and decodes took so long. That of a large step, which nothing was captured for, says nothing of
-        others as long as the device has more to do with it than the host."""
+        """Notes that launching a step with prompts and decodes took so long. The launch of a large step, which nothing was captured for,
+        says nothing of others as long as the device has more to do with it than the host."""
         curve = self.curve
         if seconds <= 0 or (curve is not None and self._mixed_s < seconds <= dataclasses.replace(curve, mixed_s=0.0).step_s(work)):
             return
@@ -90,7 +90,7 @@ class CurveTracker:
         self._mixed_s *= math.exp(_LAUNCH_RATE * min(_LAUNCH_FAR, max(-_LAUNCH_FAR, math.log(seconds / self._mixed_s))))
 
     def observe(self, work: StepWorkload, seconds: float) -> None:
-        """A step that did this took so long. Empty ones say nothing."""
+        """Notes that a step that did this took so long. Empty ones say nothing."""
         measured = self._measured
         if measured is None or seconds <= 0 or not (work.prompt_tokens or work.decodes):
             return

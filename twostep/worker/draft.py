@@ -130,7 +130,7 @@ def check_fit(model: ModelConfig, model_dir: Path, served: ModelConfig, served_d
 
 
 def _token_ids(model_dir: Path) -> dict[str, int] | None:
-    """None: there is no tokenizer.json."""
+    """Returns the ids of its tokens; None: there is no tokenizer.json."""
     if not (model_dir / "tokenizer.json").exists():
         return None
     found: dict[str, int] = read_tokenizer(model_dir).get_vocab(with_added_tokens=True)

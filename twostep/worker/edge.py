@@ -109,11 +109,11 @@ class Edge(Protocol):
     def on_step(self, output: StepOutput) -> None: ...
 
     def on_layers(self, progress: Sequence[LayerProgress]) -> None:
-        """While a step of prompts to be handed over runs, where the runner tells how far it is."""
+        """Is called while a step of prompts to be handed over runs, where the runner tells how far it is."""
         ...
 
     def refuse(self, reason: str) -> None:
-        """From now on new requests get UNAVAILABLE with this reason; what runs goes on."""
+        """Refuses new requests from now on, with UNAVAILABLE and this reason; what runs goes on."""
         ...
 
     @property
@@ -199,7 +199,7 @@ def edge_maker(
 
 
 async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """False: `timeout_s` passed first."""
+    """Waits until the condition holds. Returns False where `timeout_s` passed first."""
     give_up = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= give_up:
@@ -220,12 +220,12 @@ class Switchboard:
             server.add(self._slots[name], add, name)
 
     def connect(self, services: Mapping[str, object], reason: str) -> None:
-        """These answer from now on; the other role's calls are refused with `reason`."""
+        """Lets these services answer from now on; the other role's calls are refused with `reason`."""
         for name, slot in self._slots.items():
             slot.servicer, slot.reason = services.get(name), reason
 
     def disconnect(self, reason: str) -> None:
-        """Nothing answers from now on; calls that run go on."""
+        """Lets nothing answer from now on; calls that run go on."""
         for slot in self._slots.values():
             slot.servicer, slot.reason = None, reason
 

@@ -37,11 +37,11 @@ class StepSink(Protocol):
         ...
 
     def layers(self, progress: Sequence[LayerProgress]) -> None:
-        """While a step runs, where the runner tells how far that is."""
+        """Is called while a step runs, where the runner tells how far that is."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """The engine can go on no more."""
+        """Is called when the engine can go on no more."""
         ...
 
 
@@ -117,13 +117,13 @@ class EngineLoop:
             await asyncio.to_thread(self._follower.join, timeout_s)
 
     def alive(self, stall_timeout_s: float) -> bool:
-        """False once the thread has ended by itself, or the oldest work has seen no step for `stall_timeout_s`."""
+        """Returns False once the thread has ended by itself, or the oldest work has seen no step for `stall_timeout_s`."""
         if self.failure is not None:
             return False
         return self._stop.is_set() or self._engine.stats().stalled_s < stall_timeout_s
 
     def fail(self, error: Exception) -> None:
-        """From any thread: the engine can go on no more, whatever its thread waits for."""
+        """Ends the engine, from any thread: it can go on no more, whatever its thread waits for."""
         self._stop.set()
         self.failure = error
         self._sink.failed(error)

@@ -70,11 +70,11 @@ class EnginePort(Protocol):
         ...
 
     def alive(self, stall_timeout_s: float) -> bool:
-        """False once it has failed, or its oldest work, or all of it, has not been heard of for so long."""
+        """Returns False once it has failed, or its oldest work, or all of it, has not been heard of for so long."""
         ...
 
     def stats(self) -> EngineStats:
-        """As it was a moment ago."""
+        """Returns the engine's figures as they were a moment ago."""
         ...
 
     def take_prefix_delta(self) -> PrefixDelta:
@@ -118,7 +118,7 @@ class EnginePort(Protocol):
         ...
 
     async def look(self, *, check_integrity: bool) -> EngineLook:
-        """The figures of this moment: after all that was called before."""
+        """Returns the figures of this moment: after all that was called before."""
         ...
 
 

@@ -150,7 +150,7 @@ class EngineServer:
             self._held.discard(seq_id)
 
     async def tell_figures(self) -> None:
-        """Never returns."""
+        """Sends the engine's figures to the edge as they change. Never returns."""
         last_steps, waited_s = -1, FIGURES_LATE_S
         while True:
             steps = self._engine.steps

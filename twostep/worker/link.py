@@ -112,7 +112,7 @@ class Link:
         self._loop.call_soon(self._deliver)
 
     def close(self) -> None:
-        """The other end sees the end of the file. Idempotent."""
+        """Closes this end: the other one sees the end of the file. Idempotent."""
         self._end(report=False)
 
     def tell(self, name: str, *arguments: object) -> None:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def _proposer(model: ServedModel, config: WorkerConfig) -> Proposer | None:
-    """None: none is asked for, or the engine has it itself."""
+    """Returns what drafts for the engine; None: none is asked for, or the engine has it itself."""
     if model.has_head:
         from twostep.model.runner.head_proposer import HeadProposer  # noqa: PLC0415
         from twostep.model.runner.model_runner import ModelRunner  # noqa: PLC0415
@@ -82,7 +82,7 @@ class LocalEngine:
         self.run(LoopSink(events))
 
     def run(self, sink: StepSink) -> None:
-        """As `start`, for whoever takes what the engine's threads have by itself."""
+        """Does as `start`, for whoever takes what the engine's threads have by itself."""
         self._loop = EngineLoop(self.engine, sink)
         self._loop.start()
         if self._ranks is not None:
@@ -119,7 +119,7 @@ class LocalEngine:
         return self.engine.take_prefix_delta()
 
     async def prepared(self, request: EngineRequest) -> EngineRequest:
-        """The request as the engine takes it. Raises InvalidRequest, ResourceExhausted and SetupError."""
+        """Returns the request as the engine takes it. Raises InvalidRequest, ResourceExhausted and SetupError."""
         return await self._preparation.of(request)
 
     async def submit(self, request: EngineRequest, *, hold: bool = False, mark_layers: Sequence[int] = ()) -> None:
@@ -135,7 +135,7 @@ class LocalEngine:
             asyncio.get_running_loop().call_soon(self._events.on_step, output)
 
     def refusal_of(self, seq_id: str, output_ids: Sequence[int], *, exact: bool, confirmed: bool) -> SequenceFailure | None:
-        """Commits; what the engine has against it has ended the sequence."""
+        """Commits. Returns why the engine refused, which has ended the sequence; None: it did not."""
         try:
             self.engine.commit(seq_id, output_ids, exact=exact, confirmed=confirmed)
         except NotFound:

@@ -128,8 +128,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
 
 
 def settle(config: WorkerConfig) -> WorkerConfig:
-    """The configuration with all decided that depends on the machine: the device, and how much a step of it takes. Idempotent. Raises
-    SetupError."""
+    """Returns the configuration with all decided that depends on the machine: the device, and how much a step of it takes. Idempotent.
+    Raises SetupError."""
     on_gpu = False
     if config.runner == "model" and config.model:
         # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
@@ -156,10 +156,10 @@ def settle(config: WorkerConfig) -> WorkerConfig:
 
 
 def at_knee(config: WorkerConfig, curve: StepCurve | None, *, whole_prompts: bool = False) -> WorkerConfig:
-    """Where the budgets were left to the machine, and its steps were measured: the decode role's, whose steps compute prompts beside
-    others' tokens, is that at the knee (step_curve.py), with room for as many prompt tokens as sequences. Never more than `settle`
-    chose: so much memory is kept for a step. A prefill worker's steps are nobody's gaps, and stay as they are; so do all where a step has
-    `whole_prompts`, which could not be longer than it."""
+    """Returns the configuration with token budgets by the measured curve, where they were left to the machine: the decode role's, whose
+    steps compute prompts beside others' tokens, is that at the knee (step_curve.py), with room for as many prompt tokens as sequences.
+    Never more than `settle` chose: so much memory is kept for a step. A prefill worker's steps are nobody's gaps, and stay as they are; so
+    do all where a step has `whole_prompts`, which could not be longer than it."""
     if curve is None or whole_prompts or not config.step_tokens_at_knee:
         return config
     own, other = config.max_num_batched_tokens, config.other_step_tokens or config.max_num_batched_tokens
@@ -248,7 +248,8 @@ def _weights_as(config: WorkerConfig, model_dir: Path | None) -> str:
 
 
 def _check_memory(config: WorkerConfig, model_dir: Path, draft: Draft | Head | None) -> None:
-    """On CPUs, before any of it is taken: the kernel would kill this process, or another one, without a word. Raises SetupError."""
+    """Checks a CPU's memory before any of it is taken: the kernel would kill this process, or another one, without a word. Raises
+    SetupError."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import kv_shape  # noqa: PLC0415
 
@@ -293,7 +294,8 @@ def _head_layers(draft: Draft | Head | None) -> int:
 
 
 def _pool(config: WorkerConfig, model_dir: Path, draft: Draft | Head | None) -> int | PoolSizing:
-    """Blocks of the KV pool, or how to find out once the weights are loaded. Of memory that is given, a draft model's pool is a part."""
+    """Returns the blocks of the KV pool, or how to find out once the weights are loaded. Of memory that is given, a draft model's pool is a
+    part."""
     from twostep.model.families.registry import parse_config  # noqa: PLC0415
     from twostep.model.runner.model_runner import num_blocks_for  # noqa: PLC0415
     from twostep.model.step.pool_sizing import PoolSizing  # noqa: PLC0415

@@ -32,7 +32,7 @@ _BY_NAME: dict[str, _Kind] = {}
 
 
 def known(*types: type) -> None:
-    """These may travel: dataclasses of what may travel, and enums. A class's name is its own among them."""
+    """Lets these classes travel: dataclasses of what may travel, and enums. A class's name is its own among them."""
     for each in types:
         kind = _enum(each) if issubclass(each, Enum) else _dataclass(each)
         assert each in _BY_TYPE or kind.name not in _BY_NAME, f"two classes are called {kind.name}"

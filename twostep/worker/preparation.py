@@ -31,8 +31,8 @@ class Preparation:
         self._block_size = block_size
 
     async def of(self, request: EngineRequest) -> EngineRequest:
-        """At once, but for a long prompt and a request with a grammar. Raises InvalidRequest, ResourceExhausted and SetupError (of
-        grammars)."""
+        """Prepares a request, at once but for a long prompt and a request with a grammar. Raises InvalidRequest, ResourceExhausted and
+        SetupError (of grammars)."""
         hasher, grammar = None, None
         if request.prefix_key and len(request.token_ids) > _MAX_INLINE_TOKENS:
             hasher = await asyncio.to_thread(_hashed, request.token_ids, PrefixHasher(request.prefix_key, self._block_size))
@@ -58,8 +58,8 @@ class Grammars:
         self._num_pending = 0
 
     async def state(self, grammar: Grammar, tokens: Sequence[int]) -> GrammarState:
-        """The grammar after the tokens generated before. Raises InvalidRequest, SetupError, and ResourceExhausted where others' grammars
-        keep the threads busy."""
+        """Returns the state of a grammar after the tokens generated before. Raises InvalidRequest, SetupError, and ResourceExhausted where
+        others' grammars keep the threads busy."""
         state = self._compiler.cached(grammar)
         if state is not None and not tokens:
             return state

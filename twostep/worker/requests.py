@@ -33,7 +33,7 @@ _FINISH = {
 
 
 def attempt_id(request_id: str, attempt: int) -> str:
-    """The engine's name for one attempt of a request. Raises InvalidRequest."""
+    """Returns the engine's name for one attempt of a request. Raises InvalidRequest."""
     if not 1 <= len(request_id) <= MAX_ID_CHARS:
         raise InvalidRequest(f"request_id has {len(request_id)} characters; give 1 to {MAX_ID_CHARS}")
     if attempt < 1:
@@ -50,7 +50,7 @@ class RequestReader:
     eos_token_ids: frozenset[int]
 
     async def read(self, proto: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest, *, pooling: Pooling | None = None) -> EngineRequest:
-        """At once, but for a long prompt. Raises InvalidRequest naming the field."""
+        """Returns the engine's request, at once but for a long prompt. Raises InvalidRequest naming the field."""
         if not proto.token_ids:
             raise InvalidRequest("token_ids is empty; give the prompt's tokens")
         seq_id, sampling = attempt_id(proto.request_id, proto.attempt), sampling_from_proto(proto.sampling)
@@ -103,7 +103,7 @@ def _taken(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def scores_to_proto(scores: PromptScores) -> list[inference_pb2.PromptLogprobs]:
-    """In parts, of which a message may hold a thousand."""
+    """Returns log probabilities of a prompt in parts, of which a message may hold a thousand."""
     num_top = scores.values.shape[1] // 2 - 1
     rows = max(1, _MAX_SCORES // (1 + num_top))
     return [_scores_part(scores.first + at, scores.values[at : at + rows], num_top) for at in range(0, len(scores.values), rows)]
@@ -127,7 +127,7 @@ def token_to_proto(token: TokenOutput) -> prefill_pb2.Token:
 
 
 def fill_token(proto: prefill_pb2.Token, token: TokenOutput) -> None:
-    """Into an empty one, which may be part of a message: for every token of every step, a copy is much of the work."""
+    """Writes a token into an empty message, which may be part of a message: for every token of every step, a copy is much of the work."""
     proto.token_id, proto.position = token.token_id, token.position
     if token.finish_reason is not None:
         proto.finish_reason = _FINISH[token.finish_reason]

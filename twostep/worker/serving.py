@@ -107,7 +107,7 @@ async def _serve(config: WorkerConfig, engine: EnginePort, secret: bytes, make_e
 
 
 async def _started(config: WorkerConfig, engine: EnginePort, secret: bytes, make_edge: Callable[[EdgeParts], Edge]) -> Worker:
-    """A worker that is ready and registered. Raises SetupError."""
+    """Returns a worker that is ready and registered. Raises SetupError."""
     worker = Worker(config, engine, secret, make_edge, await first_epoch(config.redis_url))
     await worker.start()
     return worker

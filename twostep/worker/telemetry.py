@@ -113,7 +113,7 @@ class Telemetry:
         self._engine.on_step(output)
 
     def load(self, stats: EngineStats, edge: EdgeCounts) -> WorkerLoad:
-        """With every heartbeat: what routers place by, and rates over the heartbeats of the last seconds."""
+        """Returns the load that goes with every heartbeat: what routers place by, and rates over the heartbeats of the last seconds."""
         computed = (self._num_computed_tokens, self._num_prompt_tokens)
         counts = Counts(stats.num_queried_tokens, stats.num_hit_tokens, *computed, *edge)
         rates = self._rates.observe(counts, time.monotonic())
@@ -142,7 +142,8 @@ class Telemetry:
             self._sampling = asyncio.create_task(self._sample(describe, fill), name="metrics")
 
     def serve(self, role: str) -> None:
-        """The worker has this role now: gauges are told of it, and what was counted stays counted for the role in which it happened."""
+        """Notes that the worker has this role now: gauges are told of it, and what was counted stays counted for the role in which it
+        happened."""
         for metrics in (self._process, self._engine, self._worker):
             metrics.serve(role)
         if self.tracer is not None:

@@ -264,8 +264,8 @@ class Worker:
         return worker_pb2.SwitchRoleResponse(role=config.role, epoch=self.epoch, drain_s=drain_s, switch_s=switch_s)
 
     async def _begin(self, config: WorkerConfig, *, back: bool = False) -> None:
-        """A new life in the role of `config`, that nobody is told of yet; `back` in the one it had, whether or not KV has a way. Raises
-        SetupError, and then the life before is the present one."""
+        """Begins a new life in the role of `config`, that nobody is told of yet; `back` in the one it had, whether or not KV has a way.
+        Raises SetupError, and then the life before is the present one."""
         give_up = time.monotonic() + _ENGINE_IDLE_S
         while not await self.engine.reconfigure(
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -382,7 +382,7 @@ class Worker:
         self.engine_failed.set()
 
     def describe(self) -> worker_pb2.WorkerStats:
-        """Who the worker is now."""
+        """Returns who the worker is now."""
         return worker_pb2.WorkerStats(
             worker_id=self.worker_id, role=self.config.role, epoch=self.epoch, ready=self._ready, draining=self._draining
         )
