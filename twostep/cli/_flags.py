@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from twostep import __version__
 from twostep.cli import _bench_flags, _keys_flags, _lab_flags, _plan_flags
@@ -14,6 +14,9 @@ from twostep.settings.service import ARCHITECTURE, DTYPES, MODEL_REVISION
 from twostep.settings.table import readers_of, settings_of
 from twostep.settings.up import DEFAULT_MODEL, FORWARDED, UpSettings
 from twostep.settings.worker import LOAD_FORMATS, QUANTIZATIONS, WorkerSettings
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[FlagParser]
 
 # Also the SDK's default; not imported from there, that would load grpc.
 DEFAULT_TARGET = "localhost:50051"
@@ -51,10 +54,29 @@ class Urgency(TypedDict):
 
 
 def parser() -> FlagParser:
+    """Returns the parser of the whole command line; `command` of what it reads names the subcommand."""
     top = FlagParser(prog="twostep", description="Large language models served in two steps: prefill and decode, behind one router.")
     top.add_argument("--version", action="version", version=f"twostep {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=FlagParser)
 
+    for add in (
+        _add_generate,
+        _add_chat,
+        _add_status,
+        _add_models,
+        _add_role,
+        _add_keys,
+        _add_up,
+        _add_demo,
+        _add_bench,
+        _add_lab,
+        _add_plan,
+    ):
+        add(commands)
+    return top
+
+
+def _add_generate(commands: _Commands) -> None:
     generate = commands.add_parser("generate", help="continue a text", description="Continues a text as it stands, and streams the answer.")
     generate.add_argument("prompt", nargs="?", default="-", help="the text; - or nothing: standard input")
     _connection(generate)
@@ -63,6 +85,8 @@ def parser() -> FlagParser:
     _grammar(generate)
     generate.add_argument("--json", action="store_true", help="one JSON object with text, tokens, usage, phases and transfer, at the end")
 
+
+def _add_chat(commands: _Commands) -> None:
     chat = commands.add_parser(
         "chat",
         help="talk to a model",
@@ -74,6 +98,8 @@ def parser() -> FlagParser:
     chat.add_argument("--system", default="", metavar="TEXT", help="the system message")
     chat.add_argument("--no-history", action="store_true", help="forget what was typed (else: $XDG_STATE_HOME/twostep/chat_history)")
 
+
+def _add_status(commands: _Commands) -> None:
     status = commands.add_parser(
         "status",
         help="workers, load, hit rate and transfers, live",
@@ -84,6 +110,8 @@ def parser() -> FlagParser:
     status.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks; 0: one table, and that is all")
     _connection(status, with_model=False)
 
+
+def _add_models(commands: _Commands) -> None:
     models = commands.add_parser(
         "models",
         help="what is served, what can be fetched, and what a model holds",
@@ -104,6 +132,8 @@ def parser() -> FlagParser:
     models.add_argument("--json", action="store_true", help="as JSON")
     _connection(models, with_model=False)
 
+
+def _add_role(commands: _Commands) -> None:
     role = commands.add_parser(
         "role",
         help="which role a worker has, and the other one for it",
@@ -112,6 +142,8 @@ def parser() -> FlagParser:
     )
     _role(role)
 
+
+def _add_keys(commands: _Commands) -> None:
     keys = commands.add_parser(
         "keys",
         help="API keys: make, list, change, revoke",
@@ -119,6 +151,8 @@ def parser() -> FlagParser:
     )
     _keys_flags.add_flags(keys)
 
+
+def _add_up(commands: _Commands) -> None:
     up = commands.add_parser(
         "up",
         unknown_later=True,
@@ -129,6 +163,8 @@ def parser() -> FlagParser:
     )
     _system(up)
 
+
+def _add_demo(commands: _Commands) -> None:
     demo = commands.add_parser(
         "demo",
         unknown_later=True,
@@ -141,6 +177,8 @@ def parser() -> FlagParser:
     demo.add_argument("prompt", nargs="?", default="What is the capital of Japan?", help="the question")
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens to generate at most")
 
+
+def _add_bench(commands: _Commands) -> None:
     bench = commands.add_parser("bench", help="measure", description="Measures on this machine, beside the machine's own limits.")
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=FlagParser)
     engine = kinds.add_parser(
@@ -173,6 +211,8 @@ def parser() -> FlagParser:
     )
     _bench_flags.add_page_flags(page)
 
+
+def _add_lab(commands: _Commands) -> None:
     lab = commands.add_parser("lab", help="make what serving needs beside a model", description="Makes what is served beside a model.")
     made = lab.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=FlagParser)
     eagle = made.add_parser(
@@ -183,6 +223,8 @@ def parser() -> FlagParser:
     )
     _lab_flags.add_eagle_flags(eagle)
 
+
+def _add_plan(commands: _Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="how many workers of each role, simulated",
@@ -191,7 +233,6 @@ def parser() -> FlagParser:
         epilog=f"For example: {_plan_flags.EXAMPLE}",
     )
     _plan_flags.add_flags(plan)
-    return top
 
 
 def _bench_engine(command: FlagParser) -> None:
