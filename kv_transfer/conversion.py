@@ -1,5 +1,5 @@
-"""KV that does not come as it is to lie here: of another layout (kv_transfer.convert) or encoded (kv_transfer.wire_encoding). Fetched into
-host memory, decoded, dealt out to blocks of ours, written whole.
+"""KV that does not come as it is to lie here: of another layout (kv_transfer.layout_conversion) or encoded (kv_transfer.wire_encoding).
+Fetched into host memory, decoded, dealt out to blocks of ours, written whole.
 
 What is not the KV that this worker would have computed (`exact`) is decoded from like any other, but must never stand under the prefix
 hashes of the pool: see twostep.cluster.convertible.cache_key_fields.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_transfer.convert import Assembler, TargetBlock, all_layers, block_bytes
+from kv_transfer.layout_conversion import Assembler, TargetBlock, all_layers, block_bytes
 from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, KvTransport, TransportEnd
 from kv_transfer.waiting import finish

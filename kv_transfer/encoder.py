@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kv_transfer.chunking import ChunkRange
-from kv_transfer.convert import block_bytes
+from kv_transfer.layout_conversion import block_bytes
 from kv_transfer.pool_transport import CopyingTransport
 from kv_transfer.transport import BlockStore, Bytes, ChunkInfo, KvTransport
 from kv_transfer.waiting import FifoGate, finish

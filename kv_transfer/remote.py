@@ -25,8 +25,8 @@ from twostep.worker.config import WorkerConfig
 from twostep.worker.engine_process import Plane
 from twostep.worker.link import Call, Link
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.plain import known
 from twostep.worker.remote_engine import RemoteEngine
+from twostep.worker.serialization import register_types
 
 if TYPE_CHECKING:
     # As in transports.py.
@@ -67,7 +67,7 @@ class TransportState:
         )
 
 
-known(BlockTarget, ChunkInfo, ChunkRange, ConversionPlan, LayerRange, ProbeTiming, TransportState, TransportStats)
+register_types(BlockTarget, ChunkInfo, ChunkRange, ConversionPlan, LayerRange, ProbeTiming, TransportState, TransportStats)
 
 
 def transports_of(parts: EdgeParts) -> TransportTable[TransportEnd]:

@@ -16,7 +16,8 @@ from dataclasses import replace
 import numpy as np
 import zstandard
 
-from kv_transfer import convert, kv_numbers
+from kv_transfer import kv_numbers
+from kv_transfer.layout_conversion import block_bytes, pack, recode, unpack
 from kv_transfer.transport import Bytes
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import DataLoss, InvalidRequest
@@ -56,14 +57,14 @@ def encode(encoding: str, blocks: Bytes, layout: LayoutRecord, *, num_layers: in
         packed = zstandard.ZstdCompressor(level=level).compress(shuffle(flat, _item_bytes(layout)).data)
         return np.frombuffer(packed, np.uint8) if len(packed) < flat.size else flat
     wire = wire_layout(encoding, layout)
-    return convert.pack(convert.recode(convert.unpack(blocks, layout, num_layers), layout, wire), wire).reshape(-1)
+    return pack(recode(unpack(blocks, layout, num_layers), layout, wire), wire).reshape(-1)
 
 
 def decode(encoding: str, data: Bytes, num_blocks: int, layout: LayoutRecord, *, num_layers: int | None = None) -> Bytes:
     """Does the inverse of encode, exact but for LOSSY ones. Raises InvalidRequest, and DataLoss for what cannot have been encoded so. Never
     makes more than the blocks' own size."""
     check_encoding(encoding, layout)
-    size = convert.block_bytes(layout, num_layers)
+    size = block_bytes(layout, num_layers)
     if encoding == "zstd" and data.size != num_blocks * size:
         _check_size(data, num_blocks * size)
         try:
@@ -75,13 +76,13 @@ def decode(encoding: str, data: Bytes, num_blocks: int, layout: LayoutRecord, *,
         data, wire_size = unshuffle(np.frombuffer(plain, np.uint8), _item_bytes(layout)), size
     else:
         wire = wire_layout(encoding, layout)
-        wire_size = convert.block_bytes(wire, num_layers)
+        wire_size = block_bytes(wire, num_layers)
     if data.size != num_blocks * wire_size:
         raise DataLoss(f"{num_blocks} blocks are {num_blocks * wire_size} bytes as {encoding}, but {data.size} came; prefill again")
     blocks = data.reshape(num_blocks, wire_size)
     if encoding not in LOSSY:
         return blocks
-    return convert.pack(convert.recode(convert.unpack(blocks, wire, num_layers), wire, layout), layout)
+    return pack(recode(unpack(blocks, wire, num_layers), wire, layout), layout)
 
 
 def _check_size(data: Bytes, num_bytes: int) -> None:

@@ -34,12 +34,12 @@ from router.access.account import Identity
 from router.config import RouterConfig
 from router.prompting.prompt import Prompt, PromptReader, ReadPrompt
 from router.request.answer import AnswerReader, Finish
-from router.request.called import CallTaker, Write
 from router.request.job import Metadata, RequestJob
 from router.request.memory_budget import MemoryBudget
 from router.request.output import Output
 from router.request.report import RequestReport, name_request, recorded
 from router.request.targets import Reason, Targets, class_of, tenant_of
+from router.request.tool_calls import CallTaker, Write
 from router.request.vector import VectorOutput
 from router.serving.dispatch import Dispatcher, time_is_up
 from router.serving.hold_back import HeldAnswer, HoldBack

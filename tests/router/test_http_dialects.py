@@ -26,8 +26,8 @@ from router.http.messages import MessagesDialect
 from router.http.responses import ResponsesDialect
 from router.json_pieces import json_pieces
 from router.request.answer import AnswerReader, Finish
-from router.request.called import CallTaker
 from router.request.memory_budget import MemoryBudget
+from router.request.tool_calls import CallTaker
 from twostep.keys.api_key_file import put_in_file
 from twostep.keys.api_keys import make_key
 from twostep.rpc.v1 import inference_pb2 as pb

@@ -29,8 +29,8 @@ from worker_harness import (
 from kv_transfer import wire_encoding
 from kv_transfer.checksums import checksum
 from kv_transfer.conversion import BlockTarget, Conversion, ConversionPlan
-from kv_transfer.convert import Assembler, block_bytes
 from kv_transfer.encoder import WireEncoder
+from kv_transfer.layout_conversion import Assembler, block_bytes
 from kv_transfer.local.transport import LocalHub, LocalTransport
 from kv_transfer.transport import ChunkInfo
 from kv_transfer.transports import Transports

@@ -13,7 +13,7 @@ import pytest
 from tiny_models import save_tiny_model
 from worker_harness import routed, started
 
-from kv_transfer.convert import unpack
+from kv_transfer.layout_conversion import unpack
 from twostep.engine.batch import Batch, LayerRange
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate

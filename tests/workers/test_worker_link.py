@@ -31,7 +31,7 @@ from twostep.engine.types import (
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, Unavailable
 from twostep.step_curve import StepWorkload
 from twostep.worker.link import STEP, Link
-from twostep.worker.plain import pack, unpack
+from twostep.worker.serialization import pack, unpack
 from twostep.worker.step_record import decode, encode
 
 

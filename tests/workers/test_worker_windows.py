@@ -11,7 +11,7 @@ import pytest
 from one_sided import OneSidedHub
 from worker_harness import BLOCK, VOCAB, make_runner, one_sided_transports, prompt_of, routed, started
 
-from kv_transfer.convert import Assembler, all_layers, block_bytes
+from kv_transfer.layout_conversion import Assembler, all_layers, block_bytes
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.fake import FakeRunner, fake_next_token
 

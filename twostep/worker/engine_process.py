@@ -24,7 +24,7 @@ from twostep.process.log import setup_logging
 from twostep.rpc import event_loop
 from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.worker.config import WorkerConfig
-from twostep.worker.driver import begin_driver
+from twostep.worker.cuda_driver import begin_driver
 from twostep.worker.engine_port import EngineLook
 from twostep.worker.link import STEP, AnsweredInOrder, Call, Link, Tell
 from twostep.worker.local_engine import LocalEngine

@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any
 
 from twostep.errors import InternalError, ResourceExhausted, TwostepError, Unavailable
-from twostep.worker.plain import pack, unpack
+from twostep.worker.serialization import pack, unpack
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from twostep.process.log import setup_logging
 from twostep.process.ports import check_ports
 from twostep.process.startup import process_start, start_up
 from twostep.worker.config import WorkerConfig, parse_config
-from twostep.worker.driver import has_driver
+from twostep.worker.cuda_driver import has_driver
 from twostep.worker.engine_child import EngineChild
 
 if TYPE_CHECKING:

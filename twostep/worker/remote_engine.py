@@ -34,13 +34,13 @@ from twostep.worker.config import WorkerConfig
 from twostep.worker.engine_child import EngineChild
 from twostep.worker.engine_port import EngineEvents, EngineFacts, EngineLook
 from twostep.worker.link import Link, Tell
-from twostep.worker.plain import known
+from twostep.worker.serialization import register_types
 from twostep.worker.step_record import decode, ended
 
 log = logging.getLogger(__name__)
 
-known(EngineFacts, EngineLook, EngineRequest, EngineStats, Grammar, GrammarKind, KvShape, LayoutRecord, PrefixDelta, RequestClass)
-known(Pooling, Reservation, SamplingParams, StepCurve, TlsFiles, WorkerConfig)
+register_types(EngineFacts, EngineLook, EngineRequest, EngineStats, Grammar, GrammarKind, KvShape, LayoutRecord, PrefixDelta, RequestClass)
+register_types(Pooling, Reservation, SamplingParams, StepCurve, TlsFiles, WorkerConfig)
 
 # How often figures come while steps are made.
 FIGURES_EVERY_S = 0.1

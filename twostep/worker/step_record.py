@@ -28,9 +28,11 @@ from twostep.engine.types import (
     TokenExtras,
 )
 from twostep.step_curve import StepWorkload
-from twostep.worker.plain import known, pack, unpack
+from twostep.worker.serialization import pack, register_types, unpack
 
-known(FailureKind, FinishReason, LayerProgress, PooledPrompt, PrefillProgress, PromptScores, SequenceFailure, StepWorkload, TopToken)
+register_types(
+    FailureKind, FinishReason, LayerProgress, PooledPrompt, PrefillProgress, PromptScores, SequenceFailure, StepWorkload, TopToken
+)
 
 _HEAD = struct.Struct("<QddddBI")
 

@@ -1,7 +1,7 @@
-"""Values as bytes, and back, between the two processes of one worker: what is known here and plain data, and nothing else.
+"""Values as bytes, and back, between the two processes of one worker: plain data and registered types, and nothing else.
 
-`marshal` carries numbers, texts, bytes and tuples in C; the classes named with `known` travel as lists of their fields, under their names.
-Both ends are one version's code in one interpreter, of which neither is more trusted than the other.
+`marshal` carries numbers, texts, bytes and tuples in C; the classes named with `register_types` travel as lists of their fields, under
+their names. Both ends are one version's code in one interpreter, of which neither is more trusted than the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BY_TYPE: dict[type, _Kind] = {}
 _BY_NAME: dict[str, _Kind] = {}
 
 
-def known(*types: type) -> None:
+def register_types(*types: type) -> None:
     """Lets these classes travel: dataclasses of what may travel, and enums. A class's name is its own among them."""
     for each in types:
         kind = _enum(each) if issubclass(each, Enum) else _dataclass(each)
@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
         return ["[]", value.dtype.str, value.shape, value.tobytes()]
     if isinstance(value, Path):
         return ["/", str(value)]
-    raise TypeError(f"a {kind.__name__} does not travel between a worker's processes; name it in `known`")
+    raise TypeError(f"a {kind.__name__} does not travel between a worker's processes; name it in `register_types`")
 
 
 def _value(plain: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer import convert, kv_numbers, wire_encoding
-from kv_transfer.convert import Assembler, block_bytes, pack, unpack
+from kv_transfer import kv_numbers, layout_conversion, wire_encoding
+from kv_transfer.layout_conversion import Assembler, block_bytes, pack, unpack
 from kv_transfer.ticket import fingerprint, layout_from_proto, layout_to_proto
 from twostep.cluster.convertible import cache_key_fields, check_convertible, joinable, same_numbers
 from twostep.cluster.records import STATE_LAYOUT, LayoutRecord
@@ -104,7 +104,7 @@ def test_a_block_is_taken_apart_as_the_pool_has_it(dtype: str, quantization: str
     assert shape.block_bytes == block_bytes(layout)
     apart = unpack(blocks, layout)
     assert np.array_equal(pack(apart, layout), blocks)
-    exact = convert.recode(apart, layout, layout_of(block_size=8, head_dim=head_dim, num_planes=planes))
+    exact = layout_conversion.recode(apart, layout, layout_of(block_size=8, head_dim=head_dim, num_planes=planes))
     for layer in range(2):
         assert np.array_equal(exact.values[:, layer], cache.numbers(layer, torch.arange(3)).float().numpy())
 
@@ -112,16 +112,16 @@ def test_a_block_is_taken_apart_as_the_pool_has_it(dtype: str, quantization: str
 # ---- unequal pairs ----------------------------------------------------------------------------------------------------------
 
 
-def token_vectors(layout: LayoutRecord, num_tokens: int, seed: int) -> convert.Vectors:
+def token_vectors(layout: LayoutRecord, num_tokens: int, seed: int) -> layout_conversion.Vectors:
     """[1, layers, planes, all heads, tokens, dim], in the layout's number format."""
     heads = layout.num_kv_heads * layout.tp_size
     shape = (1, layout.num_layers, layout.num_planes, heads, num_tokens, layout.head_dim)
-    x = convert.Vectors(numbers(seed, int(np.prod(shape)), special=False).reshape(shape))
-    return convert.recode(x, layout_of(), layout)
+    x = layout_conversion.Vectors(numbers(seed, int(np.prod(shape)), special=False).reshape(shape))
+    return layout_conversion.recode(x, layout_of(), layout)
 
 
 def blocks_of(
-    vectors: convert.Vectors, layout: LayoutRecord, num_tokens: int, layers: slice, *, past_the_end: tuple[int, int] = (1, 7)
+    vectors: layout_conversion.Vectors, layout: LayoutRecord, num_tokens: int, layers: slice, *, past_the_end: tuple[int, int] = (1, 7)
 ) -> npt.NDArray[np.uint8]:
     """The plainest way: one slot after the other, these numbers and scales past the end."""
     count = -(-num_tokens // layout.block_size)
@@ -138,7 +138,7 @@ def blocks_of(
             if scales is not None:
                 assert vectors.scales is not None
                 scales[block, :, :, i, slot] = vectors.scales[0, layers, :, head, token]
-    return pack(convert.Vectors(out, scales), layout)
+    return pack(layout_conversion.Vectors(out, scales), layout)
 
 
 @st.composite
@@ -189,7 +189,7 @@ def test_any_layout_becomes_any_other(pair: tuple[LayoutRecord, LayoutRecord], n
             ours = range(first_head // source.num_kv_heads, last_head // source.num_kv_heads + 1)
             assert all((r, s, g) in come for r in ours for s in needed for g in range(0, source.num_layers, group)), "it was not all there"
     assert sorted(made) == list(range(first, -(-num_tokens // target.block_size)))
-    wanted = convert.recode(vectors, source, target)
+    wanted = layout_conversion.recode(vectors, source, target)
     expected = blocks_of(wanted, target, num_tokens, slice(None), past_the_end=(0, 0))
     assert made or first * target.block_size >= num_tokens
     assert all(np.array_equal(data, expected[index]) for index, data in made.items())
