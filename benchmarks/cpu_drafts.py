@@ -34,7 +34,7 @@ from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import load_model, settle
+from twostep.worker.model import load_model, resolve_config
 
 SUBJECTS = ("the city of Paris", "a bicycle", "the planet Mars", "a cup of coffee")
 SCHEMA = {
@@ -145,7 +145,7 @@ def _objects(model_dir: Path) -> list[AskedRequest]:
 
 def _engine(config: WorkerConfig) -> tuple[Engine, Path, StepCurve | None]:
     """With the directory of the model's tokenizer."""
-    config = settle(config)
+    config = resolve_config(config)
     model = load_model(config)
     assert model.tokenizer_dir is not None
     return LocalEngine(config, model).engine, model.tokenizer_dir, model.curve

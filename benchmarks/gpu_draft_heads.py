@@ -55,7 +55,7 @@ from twostep.settings.speculative import SpeculativeConfig
 from twostep.text.model_card import ModelCard
 from twostep.worker.config import WorkerConfig
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import load_model, settle
+from twostep.worker.model import load_model, resolve_config
 
 DRAFTS = 3
 DRAFTING = SpeculativeConfig(method="eagle3", model="random", num_speculative_tokens=DRAFTS)
@@ -214,7 +214,7 @@ def serve_trained(head: Path, num_prompts: int, device: str) -> None:
     cache_dir = default_cache_dir(os.environ)
     asked, found = held_back(head)[:num_prompts], dict[str, list[list[int]]]()
     for name, given in (("plain", ""), ("drafts", drafting)):
-        config = settle(
+        config = resolve_config(
             WorkerConfig(
                 role="decode",
                 model="smollm2-135m-instruct",

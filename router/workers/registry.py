@@ -16,7 +16,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -97,6 +97,17 @@ class Refusal:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What the records of one look at Redis are, by name: `workers` that live and fit, `doubtful` ones of a life older than one that was
+    seen, and `unfit` ones."""
+
+    workers: dict[str, WorkerRecord] = field(default_factory=dict)
+    doubtful: dict[str, WorkerRecord] = field(default_factory=dict)
+    unfit: set[str] = field(default_factory=set)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
 class Registry(RedisExchange):
     """`workers` is the current set; `on_poll` gets it after every look at Redis that succeeds. `lives` asks a worker itself; None:
     none is asked. `clock` in seconds, does not go back."""
@@ -164,50 +175,13 @@ class Registry(RedisExchange):
 
     def _update(self, found: WorkerListing) -> None:
         now, before = self._clock(), self._workers
-        after: dict[str, WorkerRecord] = {}
-        doubtful: dict[str, WorkerRecord] = {}
-        unfit: set[str] = set()
-        refusals: list[Refusal] = []
-        for name, text in found.records.items():
-            try:
-                record = self._read(name, text)
-            except TwostepError as error:
-                refusals.append(Refusal(worker_id=name, role="", version="", reason=error.message))
-                continue
-            if reason := self._deployment.refuse(record):
-                unfit.add(name)
-                refusals.append(_refusal(record, reason))
-                continue
-            newest = self._newest.get(name)
-            if newest is not None and record.epoch < newest.epoch:
-                doubtful[name] = record
-            elif newest is None or newest.is_followed_by(record, now):
-                self._take(after, record, now)
-        grace = _AFTER_OUTAGE_GRACE_S if now - self._recovered_at < _AFTER_OUTAGE_GRACE_S else self._missing_grace_s
-        for name, record in before.items():
-            if name in after or name in unfit:
-                self._missing_since.pop(name, None)
-                continue
-            # Asked at once, so that the answer is there before the grace is over.
-            vouched = self._is_vouched(record, now)
-            if vouched or now - self._missing_since.setdefault(name, now) < grace:
-                after[name] = record
-            else:
-                self._missing_since.pop(name, None)
-                if record.draining:
-                    log.info("worker %s has left after its drain", name)
-                else:
-                    log.warning("worker %s is gone: no heartbeat", name)
-        for name, record in doubtful.items():
-            # Of two lives the one that is used stays as long as it can.
-            if name not in after and self._is_vouched(record, now):
-                self._take(after, record, now)
-            else:
-                reason = f"epoch {record.epoch} is older than {self._newest[name].epoch}, which was seen before; a newer life of it exists"
-                refusals.append(_refusal(record, reason))
+        judged = self._judge(found, now)
+        self._keep_silent(judged, before, now)
+        self._keep_doubtful(judged, now)
+        after = judged.workers
         if self._witnesses is not None:
-            self._witnesses.forget_all_but({WorkerLife.of(record) for record in (*after.values(), *doubtful.values())})
-        self._say(refusals)
+            self._witnesses.forget_all_but({WorkerLife.of(record) for record in (*after.values(), *judged.doubtful.values())})
+        self._say(judged.refusals)
         self._trim(after)
         for name, record in after.items():
             if name not in before or before[name].epoch != record.epoch:
@@ -221,6 +195,54 @@ class Registry(RedisExchange):
                 )
         self._workers = after
         self._on_poll(self.workers)
+
+    def _judge(self, found: WorkerListing, now: float) -> _Judged:
+        """Reads all records, and says of each what it is."""
+        judged = _Judged()
+        for name, text in found.records.items():
+            try:
+                record = self._read(name, text)
+            except TwostepError as error:
+                judged.refusals.append(Refusal(worker_id=name, role="", version="", reason=error.message))
+                continue
+            if reason := self._deployment.refuse(record):
+                judged.unfit.add(name)
+                judged.refusals.append(_refusal(record, reason))
+                continue
+            newest = self._newest.get(name)
+            if newest is not None and record.epoch < newest.epoch:
+                judged.doubtful[name] = record
+            elif newest is None or newest.is_followed_by(record, now):
+                self._take(judged.workers, record, now)
+        return judged
+
+    def _keep_silent(self, judged: _Judged, before: Mapping[str, WorkerRecord], now: float) -> None:
+        """Keeps workers that were here before and have no fresh record, for a grace or as long as they answer themselves."""
+        grace = _AFTER_OUTAGE_GRACE_S if now - self._recovered_at < _AFTER_OUTAGE_GRACE_S else self._missing_grace_s
+        for name, record in before.items():
+            if name in judged.workers or name in judged.unfit:
+                self._missing_since.pop(name, None)
+                continue
+            # Asked at once, so that the answer is there before the grace is over.
+            vouched = self._is_vouched(record, now)
+            if vouched or now - self._missing_since.setdefault(name, now) < grace:
+                judged.workers[name] = record
+            else:
+                self._missing_since.pop(name, None)
+                if record.draining:
+                    log.info("worker %s has left after its drain", name)
+                else:
+                    log.warning("worker %s is gone: no heartbeat", name)
+
+    def _keep_doubtful(self, judged: _Judged, now: float) -> None:
+        """Takes workers of an older life than one that was seen, where no newer one is used and they answer themselves."""
+        for name, record in judged.doubtful.items():
+            # Of two lives the one that is used stays as long as it can.
+            if name not in judged.workers and self._is_vouched(record, now):
+                self._take(judged.workers, record, now)
+            else:
+                reason = f"epoch {record.epoch} is older than {self._newest[name].epoch}, which was seen before; a newer life of it exists"
+                judged.refusals.append(_refusal(record, reason))
 
     def _read(self, name: str, text: bytes) -> WorkerRecord:
         """Raises TwostepError with what to change."""

@@ -37,7 +37,7 @@ from twostep.sampling_params import SamplingParams
 from twostep.settings.speculative import SpeculativeConfig
 from twostep.worker.config import WorkerConfig
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import load_model, settle
+from twostep.worker.model import load_model, resolve_config
 
 K = 3
 BOUNDS: dict[str, Any] = {"max_num_batched_tokens": 48, "max_num_seqs": 24, "hash_unit": 8}
@@ -266,7 +266,7 @@ def test_a_worker_drafts_with_the_head_that_it_is_given(
 ) -> None:
     head, asked, want = learned
     save_head(head, tmp_path)
-    config = settle(worker_config(tiny_llama_dir, tmp_path))
+    config = resolve_config(worker_config(tiny_llama_dir, tmp_path))
     engine = LocalEngine(config, load_model(config)).engine
     assert tokens_of(engine, [asked]) == [want]
     assert engine.steps < len(want) / 1.5

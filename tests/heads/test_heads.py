@@ -29,7 +29,7 @@ from twostep.worker.config import WorkerConfig
 from twostep.worker.draft import find_draft
 from twostep.worker.head import Head
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import load_model, settle
+from twostep.worker.model import load_model, resolve_config
 
 MOST = 4
 
@@ -145,7 +145,7 @@ def test_what_a_head_takes_is_reckoned(method: str, tmp_path: Path) -> None:
     """States by slot, scratch blocks, weights; before anything is loaded."""
     case = head_case(method, tmp_path)
     given = {"method": method, "num_speculative_tokens": 3} | ({} if method == "mtp" else {"model": str(case.source.head_dir)})
-    config = settle(worker_config(case.model_dir, given, max_num_seqs=5))
+    config = resolve_config(worker_config(case.model_dir, given, max_num_seqs=5))
     head = find_draft(config, case.model_dir)
     assert isinstance(head, Head)
     pool: dict[str, Any] = {"num_blocks": 10, "block_size": config.block_size, "dtype": "float32", "max_num_seqs": 5}
@@ -165,7 +165,7 @@ def test_a_worker_drafts_with_the_head_that_it_is_asked_for(method: str, tmp_pat
     case = head_case(method, tmp_path)
     shutil.copy(tiny_llama_dir / "tokenizer.json", case.model_dir)
     asked: dict[str, Any] = {"method": method} if method == "mtp" else {"method": method, "model": str(case.source.head_dir)}
-    config = settle(worker_config(case.model_dir, asked))
+    config = resolve_config(worker_config(case.model_dir, asked))
     engine = LocalEngine(config, load_model(config)).engine
     assert answers(engine) == answers(Engine(ModelRunner(case.model_dir, num_blocks=60, dtype="float32"), EngineConfig(hash_unit=16)))
     assert sum(engine.stats().num_drafted) > 5

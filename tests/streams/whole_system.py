@@ -34,7 +34,7 @@ from twostep.text.model_card import ModelCard
 from twostep.worker.config import ROLES, WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import ServedModel, layout_of, settle
+from twostep.worker.model import ServedModel, layout_of, resolve_config
 from twostep.worker.worker import Worker
 
 BLOCK = 16
@@ -67,7 +67,7 @@ async def start_worker(
     model = ServedModel(name="m", runner=runner, layout=layout, eos_token_ids=card.eos_token_ids, tokenizer_dir=model_dir)
     model = replace(model, draft=draft, has_head=has_head)
     config = WorkerConfig(role=role, redis_url=redis_url, **{"transport_timeout": 60.0, "chunk_bytes": 4096} | options)
-    settled = settle(config)
+    settled = resolve_config(config)
     worker = Worker(settled, LocalEngine(settled, model), SECRET, make_edge, await first_epoch(redis_url))
     await worker.start()
     return worker

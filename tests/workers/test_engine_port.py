@@ -23,7 +23,7 @@ from twostep.worker.config import WorkerConfig
 from twostep.worker.engine_child import EngineChild
 from twostep.worker.engine_port import EngineEvents, EnginePort
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import load_model, settle
+from twostep.worker.model import load_model, resolve_config
 from twostep.worker.remote_engine import RemoteEngine
 
 MODULE = "kv_transfer.engine_process"
@@ -89,7 +89,7 @@ def config_of(**options: Any) -> WorkerConfig:
 
 @asynccontextmanager
 async def _local(config: WorkerConfig) -> AsyncIterator[Edge]:
-    config = settle(config)
+    config = resolve_config(config)
     edge = Edge(LocalEngine(config, load_model(config)))
     edge.start()
     yield edge

@@ -23,7 +23,7 @@ from twostep.keys.secret import load_secret
 from twostep.model.runner.device import choose_device
 from twostep.process.startup import StartUp
 from twostep.worker.config import parse_config
-from twostep.worker.model import load_model, settle
+from twostep.worker.model import load_model, resolve_config
 
 
 def test_defaults_by_role() -> None:
@@ -195,15 +195,15 @@ def test_how_much_a_step_takes_follows_from_the_device_unless_told(
     role: str, step_tokens: int, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--model", str(tiny_llama_dir)]
-    here = settle(parse_config(role, [*flags, "--device", "cpu"]))
+    here = resolve_config(parse_config(role, [*flags, "--device", "cpu"]))
     assert (here.max_num_batched_tokens, here.max_num_seqs) == (512, 64)
     monkeypatch.setattr("twostep.model.runner.device.choose_device", lambda name: ("cuda:3", "pretended"))
-    there = settle(parse_config(role, flags))
+    there = resolve_config(parse_config(role, flags))
     assert (there.device, there.max_num_batched_tokens, there.max_num_seqs) == ("cuda:3", step_tokens, 256)
-    assert settle(there) == there
-    told = settle(parse_config(role, [*flags, "--max-num-seqs", "7", "--max-num-batched-tokens", "100"]))
+    assert resolve_config(there) == there
+    told = resolve_config(parse_config(role, [*flags, "--max-num-seqs", "7", "--max-num-batched-tokens", "100"]))
     assert (told.max_num_batched_tokens, told.max_num_seqs) == (100, 7)
-    fake = settle(parse_config(role, ["--runner", "fake"]))
+    fake = resolve_config(parse_config(role, ["--runner", "fake"]))
     assert (fake.device, fake.max_num_batched_tokens) == ("auto", 512)
 
 
@@ -211,8 +211,8 @@ def test_how_much_a_step_takes_follows_from_the_device_unless_told(
 def test_a_cpu_without_bfloat16_takes_float32(native: bool, taken: str, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostep.model.runner.device.cpu_computes_bfloat16", lambda: native)
     flags = ["--model", str(tiny_llama_dir), "--device", "cpu"]
-    assert settle(parse_config("decode", flags)).dtype == taken
-    assert settle(parse_config("decode", [*flags, "--dtype", "bfloat16"])).dtype == "bfloat16", "as told"
+    assert resolve_config(parse_config("decode", flags)).dtype == taken
+    assert resolve_config(parse_config("decode", [*flags, "--dtype", "bfloat16"])).dtype == "bfloat16", "as told"
 
 
 def test_prompts_are_computed_on_decode_workers_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

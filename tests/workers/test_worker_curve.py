@@ -23,7 +23,7 @@ from twostep.worker.calibration import calibrate, mixed_probes, probes
 from twostep.worker.config import WorkerConfig, config_in_role
 from twostep.worker.curve_fit import StepSample, fit_curve, non_negative_least_squares
 from twostep.worker.curve_tracker import MAX_FACTOR, CurveTracker
-from twostep.worker.model import ServedModel, at_knee, settle
+from twostep.worker.model import ServedModel, at_knee, resolve_config
 
 GPU = StepCurve(fixed_s=4e-3, per_row_s=20e-6, knee=200, per_pair_s=2e-10, per_sequence_s=4e-6, per_context_s=3e-8)
 CPU = StepCurve(fixed_s=8e-3, per_row_s=0.8e-3, per_pair_s=1e-7, per_sequence_s=1e-3, per_context_s=2e-6)
@@ -460,7 +460,7 @@ SLOW, FAST = StepCurve(fixed_s=1e-6, per_row_s=1e-3), StepCurve(fixed_s=1.0, per
 
 
 def settled(role: str, step_tokens: int = 0, max_num_seqs: int = 0) -> WorkerConfig:
-    return settle(WorkerConfig(role=role, runner="fake", max_num_batched_tokens=step_tokens, max_num_seqs=max_num_seqs))
+    return resolve_config(WorkerConfig(role=role, runner="fake", max_num_batched_tokens=step_tokens, max_num_seqs=max_num_seqs))
 
 
 def test_a_decode_worker_s_budget_is_at_the_knee_and_has_room_for_its_sequences() -> None:

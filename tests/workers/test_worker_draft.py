@@ -21,13 +21,13 @@ from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig, parse_config
 from twostep.worker.draft import check_fit, find_draft
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import load_model, settle
+from twostep.worker.model import load_model, resolve_config
 
 
 def config_of(model_dir: Path, draft: Path | str, *flags: str, **options: Any) -> WorkerConfig:
     speculative = json.dumps({"model": str(draft)} | options)
     common = ("--model", str(model_dir), "--max-model-len", "256", "--no-calibrate", "--device", "cpu")
-    return settle(parse_config("decode", [*common, "--speculative-config", speculative, *flags]))
+    return resolve_config(parse_config("decode", [*common, "--speculative-config", speculative, *flags]))
 
 
 def altered(model_dir: Path, into: Path, **fields: Any) -> Path:

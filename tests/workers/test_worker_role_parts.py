@@ -31,7 +31,7 @@ from twostep.step_curve import StepWorkload
 from twostep.worker import model as worker_model
 from twostep.worker.config import ROLES, WorkerConfig, config_in_role
 from twostep.worker.edge import Switchboard
-from twostep.worker.model import settle
+from twostep.worker.model import resolve_config
 
 # ---- passes ----------------------------------------------------------------------------------------------------------------
 
@@ -91,8 +91,8 @@ def test_a_pass_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostep.model.runner.device.choose_device", lambda device: ("cuda:0", "there is one"))
     for role, budgets in (("prefill", (4096, 2048)), ("decode", (2048, 4096))):
-        config = settle(WorkerConfig(role=role, model="m", max_num_batched_tokens=0, max_num_seqs=0))
-        assert settle(config) == config
+        config = resolve_config(WorkerConfig(role=role, model="m", max_num_batched_tokens=0, max_num_seqs=0))
+        assert resolve_config(config) == config
         other = config_in_role(config, next(r for r in ROLES if r != role))
         assert (config.max_num_batched_tokens, other.max_num_batched_tokens) == budgets
         assert config_in_role(other, role) == config
@@ -101,7 +101,7 @@ def test_a_gpu_s_step_budget_changes_with_the_role_and_back(monkeypatch: pytest.
         sizing = worker_model._pool(replace(config, kv_cache_memory_bytes=0), Path("m"), None)
         assert not isinstance(sizing, int)
         assert sizing.max_num_batched_tokens == 4096
-        told = settle(WorkerConfig(role=role, model="m", max_num_batched_tokens=100))
+        told = resolve_config(WorkerConfig(role=role, model="m", max_num_batched_tokens=100))
         assert config_in_role(told, other.role).max_num_batched_tokens == 100
 
 

@@ -39,7 +39,7 @@ from twostep.sampling_params import SamplingParams
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts, edge_maker
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import ServedModel, layout_of, settle
+from twostep.worker.model import ServedModel, layout_of, resolve_config
 from twostep.worker.worker import Worker
 
 SECRET = b"sixteen bytes or more"
@@ -143,7 +143,7 @@ def worker_config(role: str, redis_url: str, **options: Any) -> WorkerConfig:
         "transport_timeout": 2.0,
         "fixed_roles": True,
     }
-    return settle(WorkerConfig(role=role, **(defaults | options)))
+    return resolve_config(WorkerConfig(role=role, **(defaults | options)))
 
 
 def make_worker(config: WorkerConfig, model: ServedModel, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> Worker:

@@ -29,7 +29,7 @@ from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import ModelCard
 from twostep.text.tokenizer import Tokenizer
 from twostep.worker.config import WorkerConfig
-from twostep.worker.model import load_model, settle
+from twostep.worker.model import load_model, resolve_config
 
 _HELD_BACK = 0.1
 
@@ -63,7 +63,7 @@ def lab_eagle(args: argparse.Namespace, config: WorkerConfig, texts: Sequence[st
         learning_rate=args.learning_rate,
         seed=args.seed,
     )
-    config = settle(config)
+    config = resolve_config(config)
     folder = TrainingFolder(args.out, _depends_on(args, config, model_fingerprint(model_dir), texts))
     progress = StartUp(
         since=time.monotonic(),

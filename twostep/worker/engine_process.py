@@ -28,7 +28,7 @@ from twostep.worker.cuda_driver import begin_driver
 from twostep.worker.engine_port import EngineLook
 from twostep.worker.link import STEP, AnsweredInOrder, Call, Link, Tell
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import at_knee, load_model, settle
+from twostep.worker.model import at_knee, load_model, resolve_config
 from twostep.worker.remote_engine import FIGURES_EVERY_S, FIGURES_LATE_S
 from twostep.worker.step_record import encode, ended
 
@@ -197,7 +197,7 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
         begin_driver()
     setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{config.role}-{config.port}-engine")
     try:
-        config = settle(config)
+        config = resolve_config(config)
         # All is imported.
         gc.enable()
         model = load_model(config, _Told(link))

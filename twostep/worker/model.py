@@ -62,7 +62,7 @@ class ServedModel:
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> ServedModel:
     """Blocks until the weights are there and a GPU is warm. Raises SetupError with what to change."""
-    config, progress = settle(config), progress or NoProgress()
+    config, progress = resolve_config(config), progress or NoProgress()
     model_dir = None
     if config.model:
         weights = not config.dummy_weights
@@ -127,9 +127,9 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
     )
 
 
-def settle(config: WorkerConfig) -> WorkerConfig:
-    """Returns the configuration with all decided that depends on the machine: the device, and how much a step of it takes. Idempotent.
-    Raises SetupError."""
+def resolve_config(config: WorkerConfig) -> WorkerConfig:
+    """Returns the configuration with everything decided that depends on the machine: the device, and how much a step of it takes.
+    Idempotent. Raises SetupError."""
     on_gpu = False
     if config.runner == "model" and config.model:
         # Importing torch takes seconds and hundreds of megabytes, which a fake runner does without.
@@ -158,8 +158,8 @@ def settle(config: WorkerConfig) -> WorkerConfig:
 def at_knee(config: WorkerConfig, curve: StepCurve | None, *, whole_prompts: bool = False) -> WorkerConfig:
     """Returns the configuration with token budgets by the measured curve, where they were left to the machine: the decode role's, whose
     steps compute prompts beside others' tokens, is that at the knee (step_curve.py), with room for as many prompt tokens as sequences.
-    Never more than `settle` chose: so much memory is kept for a step. A prefill worker's steps are nobody's gaps, and stay as they are; so
-    do all where a step has `whole_prompts`, which could not be longer than it."""
+    Never more than `resolve_config` chose: so much memory is kept for a step. A prefill worker's steps are nobody's gaps, and stay as they
+    are; so do all where a step has `whole_prompts`, which could not be longer than it."""
     if curve is None or whole_prompts or not config.step_tokens_at_knee:
         return config
     own, other = config.max_num_batched_tokens, config.other_step_tokens or config.max_num_batched_tokens

@@ -22,7 +22,7 @@ from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.engine_child import EngineChild
 from twostep.worker.engine_port import EnginePort
 from twostep.worker.local_engine import LocalEngine
-from twostep.worker.model import at_knee, load_model, settle
+from twostep.worker.model import at_knee, load_model, resolve_config
 from twostep.worker.remote_engine import EngineEnded, RemoteEngine
 from twostep.worker.worker import Worker
 
@@ -64,7 +64,7 @@ def _loaded(config: WorkerConfig, child: EngineChild | None, starting: StartUp) 
         finally:
             remote.close()
         return
-    config = settle(config)
+    config = resolve_config(config)
     # All is imported.
     gc.enable()
     model = load_model(config, starting)
