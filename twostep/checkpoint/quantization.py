@@ -53,11 +53,6 @@ class Quantization:
         """Returns whether no layer but experts is quantized."""
         return all(target == _EXPERTS for group in self.groups for target in group.targets)
 
-    @property
-    def rounds_activations(self) -> bool:
-        """Returns whether some layer's input is rounded, so that its last bit may make a step of 8 bits."""
-        return any(group.format.activations is not None for group in self.groups)
-
     def format_of(self, layer: str) -> LinearFormat | None:
         """Returns the format of a linear layer of this name; None: it is not quantized. A whole name goes before patterns, and those
         before `Linear`, as compressed-tensors has it."""
