@@ -28,7 +28,7 @@ on the device (triton_tokens.py, `go_on`), and the next step goes on from there 
 
 Such late drafts know nothing of the token that comes instead of a wrong one. They go on behind it as if it were one word in place of
 another, and where an answer goes another way they are wrong, and the next step is in vain. How often they are right all the same is
-learnt, and where a wait for the running step is worth it, it is waited for (`is_worth`): for drafts of a model, which has to see the last
+learnt, and where a wait for the running step is worth it, it is waited for (`waits`): for drafts of a model, which has to see the last
 token, always. Where no drafts are worth it, planning goes on ahead.
 """
 
@@ -56,6 +56,10 @@ _TRIAL_SHARE = 0.01
 _LEAST_STEP_S = 1e-6
 # For so few sequences it takes less to look up than to reckon whether it may pay.
 _LOOKED_UP_FIRST = 4
+# Steps that are planned ahead, at most, after drafts were waited for in vain.
+_MOST_AHEAD = 15
+# Steps that are planned ahead, unasked, behind one that was not worth the drafts of a model.
+_NOT_ASKED = 7
 # Of a step, what it takes longer where it is not planned while another runs: for a trial.
 _WAITING_SHARE = 0.15
 _NOTHING = Proposal((), 0.0)
@@ -85,6 +89,8 @@ class Drafting:
         self.looking = Looking()
         # Seconds that may go into drafts to find out whether they would pay.
         self._trial_s = 0.0
+        # The next step waits for the one in flight; those that did so in vain, in a row; those that are still to be planned ahead.
+        self._awaited, self._num_vain, self._num_ahead = False, 0, 0
         # By place among a step's drafts, since the start.
         self.num_drafted = [0] * most
         self.num_accepted = [0] * most
@@ -95,7 +101,8 @@ class Drafting:
         """Returns what is drafted after the last token of each of a step's decodes; see choose_drafts. `bounds` are asked for only where
         there may be any: that takes as long as all else here."""
         nothing: list[Sequence[int]] = [()] * len(decodes)
-        if not self._may_propose(decodes):
+        # What computes has to see the last tokens.
+        if not self._may_propose(decodes) or (self.computes and all(sequence.num_pending for sequence in decodes)):
             return nothing
         most, step_s, bound_s = bounds()
         slower = self.slowness.of(len(decodes))
@@ -105,10 +112,44 @@ class Drafting:
         choice = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
         return [proposal.tokens[:count] for proposal, count in zip(proposals, choice.counts, strict=True)]
 
-    def is_worth(self, decodes: Sequence[EngineSequence], bounds: Callable[[], DraftBounds], *, wait_s: float, num_steps: int = 1) -> bool:
-        """Returns whether it is worth it to wait so long for the last tokens of these before the next step is planned, for the sake of its
-        drafts: as if it were this one. It learns, and where the answer is no, saves time up for a trial: of `num_steps`, after which it is
-        asked again."""
+    def waits(
+        self,
+        last: StepWork | None,
+        decodes: Callable[[], Sequence[EngineSequence]],
+        bounds: Callable[[Sequence[EngineSequence]], DraftBounds],
+        wait_s: float,
+    ) -> bool:
+        """Returns whether the next step is to be planned only when the `last` one planned has ended, for the sake of drafts, though the
+        device waits so long. Asked once for each step. `decodes` are those that it would draft for."""
+        if last is not None and any(last.drafts):
+            behind = zip(last.sequences, last.drafts, strict=False)
+            if self.computes or any(drafted and not may_go_on(sequence) for sequence, drafted in behind):
+                # It is in no step before its drafts have ended.
+                return True
+        if self._num_ahead:
+            self._num_ahead -= 1
+            return False
+        asked = decodes()
+        if not asked:
+            return False
+        # Where each is reckoned with, that takes the host a part of a short step: not in each, while the answer is no.
+        num_steps = 1 + _NOT_ASKED if self.computes else 1
+        self._awaited = self._is_worth(asked, partial(bounds, asked), wait_s=wait_s, num_steps=num_steps)
+        if not self._awaited:
+            self._num_ahead = num_steps - 1
+        return self._awaited
+
+    def planned(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Notes what is drafted in the step that is planned now."""
+        if self._awaited:
+            # What was foretold did not come, for want of room beside prompts, say: the next steps are planned ahead, more each time.
+            self._awaited = False
+            self._num_vain = 0 if any(drafts) else min(_MOST_AHEAD, 2 * self._num_vain + 1)
+            self._num_ahead = self._num_vain
+
+    def _is_worth(self, decodes: Sequence[EngineSequence], bounds: Callable[[], DraftBounds], *, wait_s: float, num_steps: int) -> bool:
+        """Returns whether it is worth it to wait so long for the last tokens of these before the next step is planned, as if it were this
+        one. It learns, and where the answer is no, saves time up for a trial: of `num_steps`, after which it is asked again."""
         if not self._may_propose(decodes):
             return False
         most, step_s, bound_s = bounds()

@@ -76,10 +76,6 @@ from twostep.step_curve import FIRST_GAP_SHARE, StepCurve, StepWorkload, chunk_p
 
 # How long blocks that batch sequences gave up for a reservation are kept from other batch sequences.
 _KEPT_S = 1.0
-# Steps that are planned ahead, at most, after drafts were waited for in vain.
-_MOST_AHEAD = 15
-# Steps that are planned ahead, unasked, behind one that was not worth the drafts of a model.
-_NOT_ASKED = 7
 # When a reservation for which they give way is worth trying again.
 _RETRY_S = 0.02
 _BATCH = int(RequestClass.BATCH)
@@ -154,7 +150,6 @@ class Scheduler:
         self._num_waited = 0
         # The next step is planned behind the last one, for drafts; how often that was in vain, doubled each time; and as many steps as that
         # are planned ahead before it is tried again.
-        self._awaits_drafts, self._num_vain, self._num_ahead = False, 0, 0
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
         self._num_arrived = 0
@@ -351,28 +346,16 @@ class Scheduler:
         drafting = self._drafting
         if drafting is None or drafting.failed:
             return False
-        if self._planned and any(self._planned[-1].drafts):
-            behind = zip(self._planned[-1].sequences, self._planned[-1].drafts, strict=False)
-            if drafting.computes or any(drafted and not may_go_on(sequence) for sequence, drafted in behind):
-                # It is in no step before its drafts have ended.
-                return True
-        if self._num_ahead:
-            self._num_ahead -= 1
-            return False
-        # Of a grammar's sequence the next mask follows the last token as drafts do: it is in no step that is planned ahead.
-        decodes = [
-            sequence
-            for sequence in self._running.values()
-            if sequence.num_pending and not sequence.hold and sequence.constraint is None and sequence.request.pooling is None
-        ]
-        if not decodes:
-            return False
-        # Where each is reckoned with, that takes the host a part of a short step: not in each, while the answer is no.
-        num_steps = 1 + _NOT_ASKED if drafting.computes else 1
-        self._awaits_drafts = drafting.is_worth(decodes, partial(self._foretold_bounds, decodes), wait_s=wait_s, num_steps=num_steps)
-        if not self._awaits_drafts:
-            self._num_ahead = num_steps - 1
-        return self._awaits_drafts
+
+        def decodes() -> list[EngineSequence]:
+            # Of a grammar's sequence the next mask follows the last token as drafts do: it is in no step that is planned ahead.
+            return [
+                sequence
+                for sequence in self._running.values()
+                if sequence.num_pending and not sequence.hold and sequence.constraint is None and sequence.request.pooling is None
+            ]
+
+        return drafting.waits(self._planned[-1] if self._planned else None, decodes, self._foretold_bounds, wait_s)
 
     def drafts_wanted(self, now: float) -> tuple[list[WantedDrafts], int]:
         """Returns what is worth drafting by a model before the next step is planned (see Drafting.wanted), as far as can be told by what is
@@ -619,9 +602,6 @@ class Scheduler:
         self, drafting: Drafting, decodes: Sequence[EngineSequence], prompts: Sequence[Chunk[EngineSequence]], now: float
     ) -> Sequence[Sequence[int]]:
         """Returns the tokens drafted after each of a step's decodes; empty: after none. Their KV takes blocks that nobody waits for."""
-        if drafting.computes and all(sequence.num_pending for sequence in decodes):
-            # What computes has to see the last tokens.
-            return ()
 
         def bounds() -> DraftBounds:
             pairs = sum(chunk_pairs(chunk.num_tokens, chunk.item.num_planned) for chunk in prompts)
@@ -639,11 +619,7 @@ class Scheduler:
                     self._blocks.extend(sequence, num_blocks)
                     num_spare -= num_blocks * self._blocks.num_groups
                 drafts[i] = drafts[i][: sequence.num_slots - num_tokens]
-        if self._awaits_drafts:
-            # What was foretold did not come, for want of room beside prompts, say: the next steps are planned ahead, more each time.
-            self._awaits_drafts = False
-            self._num_vain = 0 if any(drafts) else min(_MOST_AHEAD, 2 * self._num_vain + 1)
-            self._num_ahead = self._num_vain
+        drafting.planned(drafts)
         return drafts if any(drafts) else ()
 
     def _draft_bounds(self, decodes: Sequence[EngineSequence], num_prompt_tokens: int, num_prompts: int, pairs: float) -> DraftBounds:
