@@ -1,7 +1,7 @@
 # Everything lands in .venv; a stamp says what is there already.
 #
 # Use it
-#   make demo PROMPT="What is the capital of Japan?"             starts the system, streams the answer, shows how it went, stops
+#   make demo PROMPT="What is the capital of Japan?"              starts the system, streams the answer, shows how it went, stops
 #   make up UP_FLAGS="--prefill 2"                                keeps it running until Ctrl-C
 #   make bench                                                    figures of this machine's CPU
 #
@@ -9,7 +9,7 @@
 #   make check                                                    ruff, mypy, import rules, drift of generated files, helm lint
 #   make test PYTEST_FLAGS="-k client"                            the quick tests; TEST_PROCESSES=4 on a machine with more cores, 0 for --pdb
 #   make test-all                                                 the others: processes, faults, chart, browser
-#   make test-exhaustive compile-kernels                                          every family, format and form where those have examples
+#   make test-exhaustive compile-kernels                                          every family and format where those have examples, more random worlds
 #   make test-jitter JITTER=0.05 PYTEST_FLAGS="tests/router"      with pauses at random moments, as a busy machine makes them
 #   make test-outside OUTSIDE_FLAGS="--only openai lm_eval"       what public clients do, against a small system
 #   make generated                                                all that is generated: code of protos/, pages of metrics, settings, values and models, dashboard

@@ -99,7 +99,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """What the records of one look at Redis are, by name: `workers` that live and fit, `doubtful` ones of a life older than one that was
+    """Says of the records of one look at Redis, by name: `workers` that live and fit, `doubtful` ones of a life older than one that was
     seen, and `unfit` ones."""
 
     workers: dict[str, WorkerRecord] = field(default_factory=dict)

@@ -124,7 +124,7 @@ def test_a_draft_model_is_looked_for_before_anything_starts(tiny_llama_dir: Path
         config = json.dumps({"method": "draft_model", "model": str(model)})
         return ["up", "--model", str(tiny_llama_dir), "--port", "0", "--http-port", "0", "--speculative-config", config]
 
-    with pytest.raises(SetupError, match=r"--speculative-config, model .*missing is neither a directory nor a known name"):
+    with pytest.raises(SetupError, match=r"--speculative-config.*missing"):
         planned(told(*drafting_with(tmp_path / "missing")))
     assert "decode-0" in planned(told(*drafting_with(tiny_llama_dir))).components
 

@@ -14,7 +14,7 @@ from twostep.engine.batch import Batch, Sampled
 from twostep.engine.draft_model import DraftModel
 from twostep.engine.engine import Engine
 from twostep.engine.model_proposer import RoundTime
-from twostep.engine.proposer import LEAST_CAUGHT_UP, MOST_CAUGHT_UP
+from twostep.engine.proposer import LEAST_CAUGHT_UP, MOST_CAUGHT_UP, WantedDrafts
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
 from twostep.settings.speculative import SpeculativeConfig
@@ -379,8 +379,6 @@ def test_little_of_much_is_left_alone() -> None:
     engine.submit(make_request("a", [5] * 100, max_tokens=20))
     engine.step()
     (sequence,) = engine._scheduler._running.values()
-    from twostep.engine.proposer import WantedDrafts  # noqa: PLC0415
-
     devices.model.prepare([WantedDrafts(sequence, 1)], LEAST_CAUGHT_UP - 1)
     assert not devices.batches
     devices.model.prepare([WantedDrafts(sequence, 1)], LEAST_CAUGHT_UP)

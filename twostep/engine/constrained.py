@@ -30,7 +30,7 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextMask:
-    """What may come next in a sequence, or why nothing may."""
+    """Says what may come next in a sequence, or why nothing may."""
 
     next: NextTokens | None
     failure: str = ""

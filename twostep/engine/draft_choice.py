@@ -1,4 +1,4 @@
-"""How many tokens a step drafts of each sequence: as many as make its tokens per second grow (drafts.py)."""
+"""A step drafts as many tokens of each sequence as make its tokens per second grow (drafts.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine learns of its steps with drafts: whether to draft at all, what they take longer than foretold, and what they bring."""
+"""An engine learns from its steps with drafts: whether to draft at all, what they take longer than foretold, and what they bring."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class _Run:
     settling: int = 0
     total: float = 0.0
     seen: int = 0
-    before: float | None = None
+    # What the run before a trial came to.
+    before: float = 0.0
 
     def learn(self, gain: float) -> None:
         self.left -= 1
@@ -107,7 +108,7 @@ class _Run:
             return
         mean, better = self.total / self.seen, False
         if self.trial:
-            better = self.before is not None and mean > _CLEARLY * self.before
+            better = mean > _CLEARLY * self.before
             self.length = _FIRST_RUN if better else min(2 * self.length, _LONGEST_RUN)
         else:
             self.before = mean

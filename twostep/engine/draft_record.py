@@ -1,4 +1,4 @@
-"""How often the proposals of a sequence, and of all, were right of late."""
+"""Records remember how often the proposals of a sequence, and of all, were right of late."""
 
 from __future__ import annotations
 

@@ -102,12 +102,11 @@ class Drafting:
         there may be any: that takes as long as all else here."""
         nothing: list[Sequence[int]] = [()] * len(decodes)
         # What computes has to see the last tokens.
-        if not self._may_propose(decodes) or (self.computes and all(sequence.num_pending for sequence in decodes)):
+        found = None if self.computes and all(sequence.num_pending for sequence in decodes) else self._bounds(decodes, bounds)
+        if found is None:
             return nothing
-        most, step_s, bound_s = bounds()
+        most, step_s, bound_s = found
         slower = self.slowness.of(len(decodes))
-        if most < 1 or not may_pay(len(decodes), step_s, bound_s, slower):
-            return nothing
         proposals = [self._late_proposal(sequence) if sequence.num_pending else self._proposal(sequence) for sequence in decodes]
         choice = choose_drafts(proposals, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
         return [proposal.tokens[:count] for proposal, count in zip(proposals, choice.counts, strict=True)]
@@ -150,12 +149,11 @@ class Drafting:
     def _is_worth(self, decodes: Sequence[EngineSequence], bounds: Callable[[], DraftBounds], *, wait_s: float, num_steps: int) -> bool:
         """Returns whether it is worth it to wait so long for the last tokens of these before the next step is planned, as if it were this
         one. It learns, and where the answer is no, saves time up for a trial: of `num_steps`, after which it is asked again."""
-        if not self._may_propose(decodes):
+        found = self._bounds(decodes, bounds)
+        if found is None:
             return False
-        most, step_s, bound_s = bounds()
+        most, step_s, bound_s = found
         slower = self.slowness.of(len(decodes))
-        if most < 1 or not may_pay(len(decodes), step_s, bound_s, slower):
-            return False
         choose = partial(choose_drafts, num_tokens=len(decodes), most=most, step_s=step_s, bound_s=bound_s, slower=slower)
         time = self._proposer.time
         if time is None:
@@ -173,6 +171,13 @@ class Drafting:
             return True
         self._save_up(offers, num_steps * step_s(0))
         return False
+
+    def _bounds(self, decodes: Sequence[EngineSequence], bounds: Callable[[], DraftBounds]) -> DraftBounds | None:
+        """Returns what bounds their drafts; None: there are none, or none can pay."""
+        found = bounds() if self._may_propose(decodes) else None
+        if found is None or found.most < 1:
+            return None
+        return found if may_pay(len(decodes), found.step_s, found.bound_s, self.slowness.of(len(decodes))) else None
 
     def _may_propose(self, decodes: Sequence[EngineSequence]) -> bool:
         """Returns whether anything is proposed, or may be. Proposers that compute are tried by what they take instead."""

@@ -1,4 +1,4 @@
-"""What says which tokens may come next in a sequence: what came before, a smaller model, or heads on the served one."""
+"""Proposers say which tokens may come next in a sequence: by what came before, by a smaller model, or by heads on the served one."""
 
 from __future__ import annotations
 
