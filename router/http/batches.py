@@ -29,7 +29,7 @@ from router.http.errors import HttpError, body_of
 from router.http.front import FRONT, IDENTITY, Front, parsed
 from router.http.generation import HttpCall, HttpGeneration
 from router.http.openapi import Described
-from router.http.request_bodies import Body, ChatBody, CompletionBody, EmbeddingBody, parse_body
+from router.http.request_bodies import Body, ChatBody, CompletionBody, EmbeddingBody, Whole, parse_body
 from router.http.responses import ResponsesGeneration
 from router.http.responses_body import ResponsesBody
 from router.http.whole_answer import ENCODER, INLINE_BYTES, AnswerEncoder, WholeAnswer
@@ -44,7 +44,7 @@ assert set(COMPLETION_WINDOWS) == {"24h"}, "the type below says so too"
 
 class ExpiresAfter(Body):
     anchor: Literal["created_at"]
-    seconds: int = Field(ge=MIN_LIFE_S, le=MAX_LIFE_S)
+    seconds: Annotated[int, Whole(MIN_LIFE_S, MAX_LIFE_S)]
 
 
 class FileForm(Body):
@@ -80,13 +80,13 @@ class BatchBody(Body):
 class BatchQuery(Body):
     after: str | None = None
     """The last id of the page before."""
-    limit: int | None = Field(default=None, ge=1, le=100)
+    limit: Annotated[int, Whole(1, 100)] | None = None
 
 
 class FileQuery(Body):
     after: str | None = None
     """The last id of the page before."""
-    limit: int | None = Field(default=None, ge=1, le=10_000)
+    limit: Annotated[int, Whole(1, 10_000)] | None = None
     order: Literal["asc", "desc"] | None = None
     purpose: str | None = None
 

@@ -23,6 +23,7 @@ from router.http.request_bodies import (
     ResponseFormat,
     StopString,
     Unsupported,
+    Whole,
     packed,
     tool_text,
 )
@@ -94,7 +95,7 @@ def _text_of(path: str, block: ContentBlock) -> str:
     return block.text
 
 
-def _system(given: str | list[ContentBlock]) -> bytes:
+def _system(given: str | list[ContentBlock] | None) -> bytes:
     text = _text("system", given)
     return pb.Chat(messages=[pb.ChatMessage(role="system", content=text)]).SerializeToString() if text else b""
 
@@ -172,8 +173,8 @@ class MessagesBody(ChatBody):
         bytes, packed(_messages, Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)])
     ]
     """The answer goes on with the last message if that is the assistant's."""
-    system: Annotated[bytes, packed(_system, str | Blocks)] = b""
-    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    system: Annotated[bytes, packed(_system, str | Blocks | None)] = b""
+    max_tokens: Annotated[int, Whole(1, MAX_TOKENS)]
     stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = Field(
         default=None, alias="stop_sequences"
     )
@@ -181,14 +182,19 @@ class MessagesBody(ChatBody):
         None
     )
     tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, packed(_choice, ToolChoice)] | None = None
-    parallel_tool_calls: Annotated[bool | None, packed(_parallel, ToolChoice)] = Field(default=None, alias="tool_choice")
-    response_format: Annotated[ResponseFormat | None, packed(_format, OutputConfig)] = Field(default=None, alias="output_config")
-    reasoning_effort: Annotated[str | None, packed(lambda config: config.effort, OutputConfig)] = Field(default=None, alias="output_config")
+    parallel_tool_calls: Annotated[bool | None, packed(_parallel, ToolChoice)] | None = Field(default=None, alias="tool_choice")
+    response_format: Annotated[ResponseFormat | None, packed(_format, OutputConfig)] | None = Field(default=None, alias="output_config")
+    reasoning_effort: Annotated[str | None, packed(lambda config: config.effort, OutputConfig)] | None = Field(
+        default=None, alias="output_config"
+    )
     thinking: Thinking | None = None
-    service_tier: Annotated[
-        Literal["auto", "default", "flex", "priority"] | None,
-        packed(lambda tier: {"standard_only": "default"}.get(tier, tier), Literal["auto", "standard_only", "flex", "priority"]),
-    ] = None
+    service_tier: (
+        Annotated[
+            Literal["auto", "default", "flex", "priority"],
+            packed(lambda tier: {"standard_only": "default"}.get(tier, tier), Literal["auto", "standard_only", "flex", "priority"]),
+        ]
+        | None
+    ) = None
 
     container: Annotated[Any, Unsupported("no code is run here; leave it out")] = None
     mcp_servers: Annotated[Any, Unsupported("the router calls no servers; leave it out", unless=[])] = None
@@ -217,4 +223,4 @@ class MessagesBody(ChatBody):
 class CountBody(MessagesBody):
     """Nothing is generated: fields that say how change nothing."""
 
-    max_tokens: int = Field(default=1, ge=1, le=MAX_TOKENS)
+    max_tokens: Annotated[int, packed(lambda most: most or 1, Annotated[int, Whole(1, MAX_TOKENS)] | None)] = 1

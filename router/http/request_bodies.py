@@ -26,7 +26,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
 )
-from pydantic_core import core_schema
+from pydantic_core import core_schema, from_json
 
 from router.http.errors import HttpError
 from router.prompting.tool_use import ToolText
@@ -47,7 +47,6 @@ _MAX_TIMEOUT_S = 86_400.0
 _MAX_SHOWN = 80
 
 MAX_TOKEN_ID = (1 << 31) - 1
-TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
 
 
@@ -104,10 +103,31 @@ class Unsupported:
         return {"enum": [None] if self._unless is None else [None, self._unless], "description": f"Not supported: {self._instead}."}
 
     def _check(self, value: Any, info: core_schema.ValidationInfo[Any]) -> Any:
-        if value is not None and (value != self._unless or isinstance(value, bool) != isinstance(self._unless, bool)):
+        if value is None:
+            return None
+        if value != self._unless or isinstance(value, bool) != isinstance(self._unless, bool):
             name = (info.field_name or "").rstrip("_")
             raise HttpError(400, f"{name} is not supported here; {self._instead}", param=name, code="unsupported_parameter")
-        return value
+        return self._unless  # of its own type: 1.0 equals 1
+
+
+class Whole:
+    """An integer from `least` to `most`. A float without a fraction counts: 16.0 is an integer in JSON Schema, and some clients write every
+    number so."""
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        number = core_schema.int_schema(strict=True, ge=self._least, le=self._most)
+        return core_schema.no_info_before_validator_function(_without_point, number)
+
+
+def _without_point(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TokenId = Annotated[int, Whole(0, MAX_TOKEN_ID)]
 
 
 class JsonSchemaFormat(Body):
@@ -181,7 +201,7 @@ class RequestBody(Body):
     """Before the header `x-request-id`."""
     cache_salt: str | None = Field(default=None, max_length=256)
     """Cached prefixes are shared only among requests of the same salt."""
-    priority: int | None = Field(default=None, ge=-(1 << 31), le=(1 << 31) - 1)
+    priority: Annotated[int, Whole(-(1 << 31), (1 << 31) - 1)] | None = None
     """As vLLM's: below 0 is the class `interactive`, above 0 `batch`."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """`flex` is the class `batch`, `priority` is `interactive`."""
@@ -200,9 +220,9 @@ class CommonBody(RequestBody):
     stream: bool | None = None
     """Server-sent events, one for each piece, then `[DONE]`."""
     stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    n: Annotated[int, Whole(1, MAX_CHOICES)] | None = None
     """Answers to each prompt. The i-th is the same for the same seed, whatever n."""
-    seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
+    seed: Annotated[int, Whole(-(1 << 63), (1 << 63) - 1)] | None = None
     """Holds for each prompt: equal ones get equal answers. Without one every answer to every prompt has its own, made of one that the
     router draws and tells in the header `x-twostep-seed`; a request with this header repeats them."""
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
@@ -211,13 +231,13 @@ class CommonBody(RequestBody):
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
     presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_tokens: Annotated[int, Whole(1, MAX_TOKENS)] | None = None
 
-    top_k: int | None = Field(default=None, ge=-1, le=1 << 31)
+    top_k: Annotated[int, Whole(-1, 1 << 31)] | None = None
     """0 and -1 switch it off."""
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
-    min_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    min_tokens: Annotated[int, Whole(0, MAX_TOKENS)] | None = None
     """No stop token and no stop string ends the answer before so many tokens."""
     ignore_eos: bool | None = None
     speculate: bool | None = None
@@ -240,11 +260,11 @@ class CommonBody(RequestBody):
     return_phases: bool | None = None
     """Asks how long each phase took, which `twostep` in the body or the last chunk tells; header `x-twostep-phases: 1`."""
 
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None = Field(
-        default=None, max_length=MAX_LOGIT_BIASES
-    )
+    logit_bias: (
+        dict[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)], Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None
+    ) = Field(default=None, max_length=MAX_LOGIT_BIASES)
     """By token id: added to the model's logits before penalties and all else."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     """Log probabilities of the prompt's tokens, and of so many likeliest in each place; all of the prompt is computed for them."""
 
     guided_json: Annotated[Any, Unsupported("use structured_outputs.json")] = None
@@ -289,22 +309,30 @@ def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        raise _said(error) from None
+        raise _said(error, raw) from None
 
 
-def _said(error: ValidationError) -> HttpError:
+def _said(error: ValidationError, raw: bytes) -> HttpError:
     """Tells of one error: a union's message of each of its members is too many, so that of the one that got furthest."""
-    errors = error.errors(include_url=False, include_context=False)
+    errors = error.errors(include_url=False)
     first = max(errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         return HttpError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
     if first["loc"][:1] != errors[0]["loc"][:1]:
         first = errors[0]
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    param = _path_of(first["loc"])
-    if first["type"] == "missing":
-        return HttpError(400, f"{param or 'the body'}: {message}; see /openapi.json", param=param)
-    return wrong_value(param, message, first["input"])
+    message, value, location = first["msg"][:1].lower() + first["msg"][1:], first["input"], first["loc"]
+    if first["type"] in _TAG_ERRORS:
+        location += (first["ctx"]["discriminator"].strip("'"),)
+        message, value = f"give one of {first['ctx'].get('expected_tags')}", first["ctx"].get("tag")
+    missing = first["type"] in ("missing", "union_tag_not_found")
+    param = _path_of(location, from_json(raw), missing=missing)
+    if missing:
+        return HttpError(400, f"{param or 'the body'}: field required; see /openapi.json", param=param)
+    return wrong_value(param, message, value)
+
+
+# The field that says which member of a union an object is.
+_TAG_ERRORS = frozenset({"union_tag_invalid", "union_tag_not_found"})
 
 
 def wrong_value(param: str | None, message: str, value: Any) -> HttpError:
@@ -323,19 +351,23 @@ def _shown(value: Any) -> str:
     return text
 
 
-def _path_of(location: tuple[int | str, ...]) -> str | None:
-    """`messages[0].content`; what pydantic adds of its own (names of types, of members of unions) is left out."""
+def _path_of(location: tuple[int | str, ...], given: Any, *, missing: bool) -> str | None:
+    """Returns `messages[0].content` without the names of types and members of unions that pydantic adds: `given`, the body, has none of
+    those. `missing`: nor has it the last part."""
     path = ""
-    for part in location:
+    for i, part in enumerate(location):
         if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.isidentifier() and part not in _TYPE_NAMES:
+            if not isinstance(given, list) or part >= len(given):
+                continue
+            path, given = f"{path}[{part}]", given[part]
+            continue
+        here = isinstance(given, dict) and part in given
+        if here or (missing and i == len(location) - 1):
             shown = part if len(part) <= _MAX_SHOWN else part[:_MAX_SHOWN] + "…"
-            path += f".{shown}" if path else shown
+            path = f"{path}.{shown}" if path else shown
+        if here:
+            given = given[part]
     return path or None
-
-
-_TYPE_NAMES = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
 
 
 MAX_TOOLS = 1024
@@ -459,10 +491,10 @@ class ChatPrompt(Body):
 
 
 class ChatBody(CommonBody, ChatPrompt):
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    max_completion_tokens: Annotated[int, Whole(1, MAX_TOKENS)] | None = None
     """The newer name of max_tokens."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32)
@@ -603,6 +635,8 @@ def _prompt(given: Any, info: ValidationInfo) -> str | list[str] | IdArray | lis
 
 def _ids(given: list[Any], path: str) -> IdArray:
     # All at once: there may be a million.
+    if float in set(map(type, given)):
+        given = [_without_point(each) for each in given]
     if set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= MAX_TOKEN_ID:
         return ids_of(given)
     at, wrong = next((i, each) for i, each in enumerate(given) if type(each) is not int or not 0 <= each <= MAX_TOKEN_ID)
@@ -612,12 +646,12 @@ def _ids(given: list[Any], path: str) -> IdArray:
 class CompletionBody(CommonBody):
     prompt: Annotated[str | list[str] | IdArray | list[IdArray], PlainValidator(_prompt), WithJsonSchema(_PROMPT)]
     """A text, several, the token ids of one, or of several. Choice i of prompt p has the index p * n + i."""
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Whole(0, MAX_TOKENS)] | None = None
     """0: only the prompt is computed."""
     echo: bool | None = None
     """The text begins with the prompt's, and so do the log probabilities, if they are asked for."""
-    best_of: int | None = Field(default=None, ge=1)
+    best_of: Annotated[int, Whole(1, MAX_TOKENS)] | None = None
     """Refused if above n."""
     add_special_tokens: bool | None = None
     """false: the tokenizer adds nothing to the prompt, such as a token that begins a text."""
@@ -654,9 +688,9 @@ class EmbeddingBody(RequestBody):
     """A text, several, the token ids of one, or of several."""
     encoding_format: Literal["float", "base64"] | None = None
     """base64: of float32, little-endian."""
-    dimensions: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    dimensions: Annotated[int, Whole(1, MAX_TOKENS)] | None = None
     """The vectors' first numbers alone, where the model's are trained to be cut."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | Literal[-1] | None = None
+    truncate_prompt_tokens: Annotated[int, Whole(1, MAX_TOKENS)] | Annotated[int, Whole(-1, -1)] | None = None
     """Longer inputs are cut to so many tokens: of a text the first are kept, of token ids the last. -1: to the model's context."""
     normalize: bool | None = None
     """Says whether vectors are brought to a length of 1. If it is left out, the model's files say it, and as a rule they are."""

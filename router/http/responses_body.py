@@ -26,6 +26,7 @@ from router.http.request_bodies import (
     ResponseFormat,
     TextFormat,
     Unsupported,
+    Whole,
     packed,
     tool_text,
 )
@@ -184,7 +185,7 @@ class ResponsesBody(ChatBody):
     ] = Field(alias="input")
     instructions: str | None = None
     """A system message before all others."""
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS, alias="max_output_tokens")
+    max_tokens: Annotated[int, Whole(1, MAX_TOKENS)] | None = Field(default=None, alias="max_output_tokens")
     tools: Annotated[list[ToolText], packed(_tools, Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)])] | None = None
     tool_choice: (
         Annotated[Literal["none", "auto", "required"] | NamedTool, packed(_choice, Literal["none", "auto", "required"] | FunctionChoice)]
@@ -199,7 +200,7 @@ class ResponsesBody(ChatBody):
         | None
     ) = Field(default=None, alias="include")
     """`message.output_text.logprobs`; others change nothing here."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     metadata: Annotated[str, packed(_metadata, dict[str, JsonValue])] | None = None
     """Up to 16 texts by name; they are told in the answer."""
 

@@ -40,7 +40,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content[0].type"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
-    (CHAT, {"response_format": {"type": "xml"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
