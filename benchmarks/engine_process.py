@@ -97,7 +97,7 @@ async def measure(form: str, load: ServedStepLoad, step_ms: float, directory: Pa
     lateness = directory / f"{form}.json"
     command = [
         *(sys.executable, __file__, _WORKER, str(lateness), "--runner", "fake", "--kv-transfer", "none", "--engine-process", form),
-        *("--port", str(port), "--health-port", str(health_port), "--metrics-port", "-1", "--log-level", "warning"),
+        *("--grpc-port", str(port), "--health-port", str(health_port), "--metrics-port", "-1", "--log-level", "warning"),
         *("--worker-id", f"decode-{form}", "--redis-url", redis_url, "--secret-file", str(directory / "secret"), "--num-blocks", "65536"),
         *("--max-num-seqs", str(load.streams), "--max-num-batched-tokens", "8192", "--fake-step-ms", str(step_ms)),
         *("--max-waiting", str(2 * load.streams), "--drain-timeout", "0"),

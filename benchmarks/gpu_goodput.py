@@ -63,7 +63,7 @@ def system(arguments: argparse.Namespace, directory: Path, out: Path) -> Iterato
     redis_dir.mkdir(mode=0o700)
     redis = subprocess.Popen(server_argv(server_binary(), redis_dir), stdout=subprocess.DEVNULL)
     port = free_ports(1)[0]
-    flags = ["--decode", str(arguments.decode), "--port", str(port), "--http-port", "0", "--redis-url", server_url(redis_dir), "--verbose"]
+    flags = ["--decode", str(arguments.decode), "--grpc-port", str(port), "--port", "0", "--redis-url", server_url(redis_dir), "--verbose"]
     flags += ["--aggregated"] if arguments.aggregated else ["--prefill", str(arguments.prefill)]
     shape = TINY_LLAMA if arguments.tiny else SHAPES[arguments.shape]
     flags += ["--model", str(make_model(directory / "model", shape)), *arguments.up]

@@ -75,7 +75,7 @@ def _ms(seconds: Sequence[float]) -> str:
 async def main(arguments: argparse.Namespace) -> None:
     step_s, http_port = arguments.step_ms / 1e3, free_port()
     async with rig(Pace(num_decode=arguments.decode, step_s=step_s), tokenizer=arguments.tokenizer) as rig_:
-        router = await rig_.add_router("--http-port", str(http_port) if arguments.http else "-1")
+        router = await rig_.add_router("--port", str(http_port) if arguments.http else "-1")
         if arguments.pid:
             print(f"router: pid {router.pid}", flush=True)
         if not arguments.no_ttft:

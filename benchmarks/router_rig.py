@@ -115,7 +115,7 @@ class Rig:
         """Returns once it answers. Raises AioRpcError: it has ended, or does not answer within 30 s."""
         port, place = free_port(), self.place
         argv = (
-            *(sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", "--port", str(port), "--health-port", "-1"),
+            *(sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", "--grpc-port", str(port), "--health-port", "-1"),
             *("--model", str(place.model), "--served-model-name", "m", "--load-format", "dummy", "--secret-file", str(place.secret)),
             *(
                 "--redis-url",

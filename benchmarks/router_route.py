@@ -40,7 +40,7 @@ from twostep.settings.reading import FlagParser
 _START_S = 60.0
 _WORKER = "route_worker.py"  # the tree's own
 _FAKE = ("--runner", "fake", "--num-blocks", "8192")
-_ROUTER = ("-m", "router", "--http-port", "-1")
+_ROUTER = ("-m", "router", "--port", "-1")
 _KINDS = {
     "kept": (_ROUTER, ("-m", "decode_worker", "--kv-transfer", "none", "--engine-process", "on", *_FAKE)),
     "pair": (
@@ -126,7 +126,7 @@ async def system(tree: Path, directory: Path, kind: str, *, as_ids: bool) -> Asy
             argv = [sys.executable, "-P", *given, "--host", "127.0.0.1", "--health-port", "-1", "--metrics-port", "-1"]
             argv += ["--model", str(place.model), "--served-model-name", "m", "--redis-url", place.redis_url]
             argv += ["--secret-file", str(place.secret), "--log-level", "error"]
-            argv += ["--port", str(port if "router" in words else free_port())]
+            argv += ["--grpc-port", str(port if "router" in words else free_port())]
             start(argv)
         async with open_client(port) as client:
             one = System(f"{tree.name} {kind}", client, Prompts(place, as_ids=as_ids), [])

@@ -70,7 +70,7 @@ async def measure(num_routers: int, num_workers: int, arguments: argparse.Namesp
     pace = Pace(num_prefill=num_workers // 2, num_decode=num_workers - num_workers // 2, step_s=step_s)
     load = {"streams": arguments.streams, "connections": _CONNECTIONS, "num_tokens": tokens_for(arguments.seconds, step_s)}
     async with rig(pace, cores=cores_for(num_routers, num_workers)) as rig_:
-        routers = await asyncio.gather(*(rig_.add_router("--http-port", "-1") for _ in range(num_routers)))
+        routers = await asyncio.gather(*(rig_.add_router("--port", "-1") for _ in range(num_routers)))
         clients = [await rig_.add_client("router_load.py") for _ in routers]
         watched: list[Callable[[], float]] = [
             *(router.cpu_s for router in routers),

@@ -81,7 +81,7 @@ class ServedStepWorkers:
         port, health_port = free_ports(2)
         device = self.device if self.device == "cpu" else f"{self.device}:{0 if role == 'decode' else 1}"
         words = [sys.executable, "-P", "-m", f"{role}_worker", *flags, "--device", device, "--run-dir", str(directory / role)]
-        words += ["--port", str(port), "--health-port", str(health_port), "--worker-id", role]
+        words += ["--grpc-port", str(port), "--health-port", str(health_port), "--worker-id", role]
         log = directory / f"{role}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, cwd=_ROOT, env=env)

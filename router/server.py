@@ -64,7 +64,6 @@ from twostep.rpc.collector import collect_in_quiet_moments
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import inference_pb2_grpc, status_pb2_grpc
-from twostep.settings.service import DEFAULT_HTTP_PORT
 from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import check_syntax, unknown_control_tokens
 from twostep.text.model_card import ModelCard
@@ -159,7 +158,7 @@ class Router:
         self.tracer = start_tracer(config.otlp_endpoint, role="router", instance=self.router_id, version=package_version())
         register_process(self._metrics_registry, "router", self.tracer)
         self._metrics_server = MetricsServer.beside(
-            self._metrics_registry, host=config.host, port=config.port, metrics_port=config.metrics_port
+            self._metrics_registry, host=config.host, port=config.grpc_port, metrics_port=config.metrics_port
         )
         self._metrics = RouterMetrics(self._metrics_registry, self._state)
         targets = Targets(ttft_s=config.target_ttft_ms / 1e3, tpot_s=config.target_tpot_ms / 1e3)
@@ -194,7 +193,7 @@ class Router:
         )
         self._server = self._grpc_server()
         self.batches = self._open_batches()
-        self._http = None if config.http_port == -1 else self._http_server()
+        self._http = None if config.port == -1 else self._http_server()
         self._admin = None if config.admin_port == -1 else self._admin_server()
 
     # ---- its parts ------------------------------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ class Router:
         config = self.config
         server_config = ServerConfig(
             host=config.host,
-            port=config.port,
+            port=config.grpc_port,
             health_port=config.health_port,
             tls=config.front_tls,
             # Room to answer those that are refused, and for health checks.
@@ -280,7 +279,7 @@ class Router:
         return HttpServer(
             front,
             host=config.host,
-            port=config.http_port if config.http_port is not None else DEFAULT_HTTP_PORT if config.port else 0,
+            port=config.port,
             tls=config.front_tls,
             max_connections=config.max_connections,
             write_timeout_s=config.client_write_timeout,
@@ -310,8 +309,8 @@ class Router:
         config = self.config
         if config.batch_dir is None:
             return None
-        if config.http_port == -1:
-            raise SetupError("--batch-dir and --http-port -1 contradict each other: batches are asked for over HTTP; leave one of them out")
+        if config.port == -1:
+            raise SetupError("--batch-dir and --port -1 contradict each other: batches are asked for over HTTP; leave one of them out")
         batch_config = BatchConfig(
             root=config.batch_dir,
             served=self.inference.model_name,
@@ -327,7 +326,7 @@ class Router:
     # ---- its life -------------------------------------------------------------------------------------------------------
 
     @property
-    def port(self) -> int:
+    def grpc_port(self) -> int:
         return self._server.port
 
     @property
@@ -378,10 +377,10 @@ class Router:
         for work in (*running, self._tick(), self._scaling.run(), self.board.run(), collecting):
             self._keep(work)
         config, model = self.config, self.inference.model_name
-        log.info("router %s serves %s on %s:%d, HTTP on %d", self.router_id, model, config.host, self.port, self.http_port)
+        log.info("router %s serves %s on %s:%d, HTTP on %d", self.router_id, model, config.host, self.grpc_port, self.http_port)
         if warning := open_door(
             config.host,
-            {"gRPC": self.port, "HTTP": self.http_port},
+            {"gRPC": self.grpc_port, "HTTP": self.http_port},
             asks_for_keys=bool(config.api_keys_file or config.api_keys),
             asks_for_certificates=config.front_tls.ca is not None,
         ):

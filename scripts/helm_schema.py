@@ -199,7 +199,7 @@ DEFS: dict[str, Any] = {
 # What the chart settles itself: a flag that said something else would part from its ports, Secrets and volumes.
 # fmt: off
 SETTLED = frozenset((
-    "host", "port", "health-port", "metrics-port", "http-port", "external-scaler-port", "model", "redis-url", "secret-file", "router-id",
+    "host", "port", "grpc-port", "health-port", "metrics-port", "external-scaler-port", "model", "redis-url", "secret-file", "router-id",
     "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-address", "ray-address", "tls-cert", "tls-key",
     "tls-ca", "tls-peer-name", "tls-client-auth", "api-keys", "api-keys-file", "admin-host", "admin-port", "batch-dir", "log-level",
     "log-json", "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout", "model-revision",

@@ -56,9 +56,9 @@ class Checks:
     def _serves(self) -> None:
         """The entry point as it is deployed, with variables for flags, until its health port says so; then SIGTERM, and exit code 0."""
         port, health, metrics = self._ports
-        flags = {"PORT": port, "HEALTH_PORT": health, "METRICS_PORT": metrics, "MODEL": _MODEL, "REDIS_URL": self._redis_url}
+        flags = {"GRPC_PORT": port, "HEALTH_PORT": health, "METRICS_PORT": metrics, "MODEL": _MODEL, "REDIS_URL": self._redis_url}
         flags |= {"SECRET_FILE": _SECRET, "HOST": "127.0.0.1"}
-        flags |= {"HTTP_PORT": -1} if self._name == "router" else {"RUNNER": "fake", "KV_TRANSFER": "none", "DEVICE": "cpu"}
+        flags |= {"PORT": -1} if self._name == "router" else {"RUNNER": "fake", "KV_TRANSFER": "none", "DEVICE": "cpu"}
         # A router without workers is alive and not ready.
         service = "liveness" if self._name == "router" else "readiness"
         sandbox = self._sandbox(**{f"TWOSTEP_{name}": str(value) for name, value in flags.items()})

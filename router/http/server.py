@@ -115,7 +115,7 @@ class HttpServer(Listener):
             self._app,
             host=host,
             port=port,
-            flag="--http-port",
+            flag="--port",
             tls=ssl_context(tls),
             max_connections=max_connections,
             keepalive_s=_KEEPALIVE_S,

@@ -206,7 +206,7 @@ class Scene:
         secret = self.directory / "secret"
         secret.write_bytes(SECRET)
         made = AutoscalerConfig(
-            redis_url=self.redis.url, secret_file=secret, host="127.0.0.1", port=0, metrics_port=-1, health_port=-1, kubernetes_api=""
+            redis_url=self.redis.url, secret_file=secret, host="127.0.0.1", grpc_port=0, metrics_port=-1, health_port=-1, kubernetes_api=""
         )
         return replace(made, **{"leader_lease": 3600.0, "stale_after": 10_000, "interval": 60.0} | options)
 

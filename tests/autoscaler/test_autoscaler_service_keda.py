@@ -144,7 +144,7 @@ async def test_a_stream_tells_of_sleep_and_waking_and_has_a_bound(scene: Scene) 
 
 async def test_the_process_answers_is_alive_is_scraped_and_drains(scene: Scene) -> None:
     secret = scene.config().secret_file
-    flags = ["--redis-url", scene.redis.url, "--secret-file", str(secret), "--host", "127.0.0.1", "--port", "0"]
+    flags = ["--redis-url", scene.redis.url, "--secret-file", str(secret), "--host", "127.0.0.1", "--grpc-port", "0"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "twostep.autoscaler", *flags, "--interval", "0.2", "--stale-after", "1000"),
         *("--log-level", "debug"),

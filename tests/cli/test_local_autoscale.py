@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 WAIT_S = 400.0
 FLAGS = {
-    **{"runner": "fake", "fake-step-ms": 50, "max-num-batched-tokens": 32, "max-num-seqs": 16, "drain-timeout": 1, "http-port": 0},
+    **{"runner": "fake", "fake-step-ms": 50, "max-num-batched-tokens": 32, "max-num-seqs": 16, "drain-timeout": 1, "port": 0},
     **{"prefill-max-workers": 2, "decode-max-workers": 2, "ray-store-bytes": 100 << 20, "start-timeout": 300},
     **{"interval": 0.5, "demand-window": 4, "cool-down": 2, "stale-after": 100, "prefill-cold-start": 10, "decode-cold-start": 10},
     # No room is kept beyond what is needed, and none for chance: less load is believed slowly, and what is just enough soon is too much.
@@ -94,7 +94,8 @@ async def up(model_dir: Path, tmp_path: Path) -> AsyncIterator[Up]:
     """Ends it by Ctrl-C, and checks that no process is left behind."""
     (port,) = free_ports(1)
     log = tmp_path / "up.log"
-    words = [sys.executable, "-P", "-m", "twostep.cli", "up", "--autoscale", "--no-local-prefill", f"--model={model_dir}", f"--port={port}"]
+    words = [sys.executable, "-P", "-m", "twostep.cli", "up", "--autoscale", "--no-local-prefill"]
+    words += [f"--model={model_dir}", f"--grpc-port={port}"]
     with log.open("wb") as out:
         flags = (f"--{name}={value}" for name, value in FLAGS.items())
         process = await asyncio.create_subprocess_exec(*words, *flags, stdout=out, stderr=out, cwd=tmp_path)

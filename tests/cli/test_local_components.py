@@ -36,6 +36,14 @@ def test_with_prefill_workers(tiny_llama_dir: Path) -> None:
     assert "prefill-1" in apart.components
 
 
+def test_port_is_http_and_grpc_stands_beside_it(tiny_llama_dir: Path) -> None:
+    http, grpc = free_ports(2)
+    started = planned(told("up", "--model", str(tiny_llama_dir), "--port", str(http), "--grpc-port", str(grpc)))
+    assert (started.plan.http_port, started.plan.grpc_port) == (http, grpc)
+    assert (started.flag("router", "--port"), started.flag("router", "--grpc-port")) == (str(http), str(grpc))
+    assert (told("up", "--port", str(http)).wanted_grpc_port, told("up", "--port", "0").wanted_grpc_port) == (50051, 0)
+
+
 def test_a_demo_shows_the_hand_over_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWOSTEP_PORT", "1234")
     assert (told("demo").worker.local_prefill, told("demo").port) == (False, 0)
@@ -57,7 +65,7 @@ def test_a_demo_shows_the_hand_over_unless_told_otherwise(monkeypatch: pytest.Mo
         ("--reasoning-parser o1", "--reasoning-parser"),
         ("--tool-call-parser jamba", "--tool-call-parser"),
         ("--block-size 7", "--block-size"),
-        ("--http-port 50051", "--port 50051 .its default. and --http-port 50051"),
+        ("--port 50051", "--grpc-port 50051 .its default. and --port 50051"),
         ("--object-store-bytes 1", "--ray-store-bytes"),
         ("--ray-store-bytes 1000000", "--ray-store-bytes"),
         ("--ray-address here", "--ray-address"),
@@ -122,7 +130,7 @@ def test_what_a_checkpoint_cannot_be_held_in_is_refused_before_anything_starts(
 def test_a_draft_model_is_looked_for_before_anything_starts(tiny_llama_dir: Path, tmp_path: Path) -> None:
     def drafting_with(model: Path) -> list[str]:
         config = json.dumps({"method": "draft_model", "model": str(model)})
-        return ["up", "--model", str(tiny_llama_dir), "--port", "0", "--http-port", "0", "--speculative-config", config]
+        return ["up", "--model", str(tiny_llama_dir), "--port", "0", "--speculative-config", config]
 
     with pytest.raises(SetupError, match=r"--speculative-config.*missing"):
         planned(told(*drafting_with(tmp_path / "missing")))
@@ -132,7 +140,7 @@ def test_a_draft_model_is_looked_for_before_anything_starts(tiny_llama_dir: Path
 def test_a_port_that_was_given_goes_to_no_other_process(tiny_llama_dir: Path) -> None:
     (port,) = free_ports(1)
     for _ in range(3):
-        started = planned(told("up", "--model", str(tiny_llama_dir), "--port", str(port + 4), "--http-port", str(port + 8)))
+        started = planned(told("up", "--model", str(tiny_llama_dir), "--port", str(port + 4), "--grpc-port", str(port + 8)))
         assert not {port + 4, port + 8} & {worker.port for worker in started.plan.workers}
 
 

@@ -30,7 +30,7 @@ DEADLINE_S = 240.0
 
 
 def test_each_worker_has_gpus_and_ports_of_its_own() -> None:
-    config = PodSettings(prefill=1, decode=2, gpus_per_worker=2, pod_name="p", port=50101, decode_flags=("--prefix-cache-space=9",))
+    config = PodSettings(prefill=1, decode=2, gpus_per_worker=2, pod_name="p", grpc_port=50101, decode_flags=("--prefix-cache-space=9",))
     workers = pod_workers(config)
     assert [(w.name, w.role, w.port) for w in workers] == [
         ("p-prefill-0", "prefill", 50101),
@@ -73,7 +73,7 @@ def test_what_a_worker_would_refuse_its_pod_refuses(capsys: pytest.CaptureFixtur
 def test_a_pod_s_own_port_is_none_of_its_workers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_pod(["--health-port", "50111"])
-    assert "--health-port 50111 is among the workers' ports from --port 50101" in capsys.readouterr().err
+    assert "--health-port 50111 is among the workers' ports from --grpc-port 50101" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
     async with (
         contextlib.AsyncExitStack() as stack,
         Redis.from_url(redis_url) as redis,
-        running_pod(tmp_path, **flags, port=first, health_port=health, redis_url=redis_url) as pod,
+        running_pod(tmp_path, **flags, grpc_port=first, health_port=health, redis_url=redis_url) as pod,
     ):
         stack.push_async_callback(probes.close)
         await until("the pod is ready", lambda: probes.healthy(pod_health, "readiness"), pod)
@@ -214,5 +214,5 @@ async def test_one_that_dies_comes_back_while_the_other_goes_on(tmp_path: Path, 
 async def test_a_worker_that_cannot_start_ends_the_pod(tmp_path: Path, redis_url: str) -> None:
     first, (health,) = first_port_for(1), free_ports(1)
     flags = {"prefill": 0, "decode": 1, "gpus_per_worker": 0, "host": "127.0.0.1", "decode_flags": '{"block-size": 7}'}
-    async with running_pod(tmp_path, **flags, port=first, health_port=health, redis_url=redis_url) as pod:
+    async with running_pod(tmp_path, **flags, grpc_port=first, health_port=health, redis_url=redis_url) as pod:
         assert await asyncio.to_thread(pod.wait, DEADLINE_S) == 2

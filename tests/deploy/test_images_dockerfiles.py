@@ -93,8 +93,8 @@ def test_what_is_removed_is_removed_from_the_python_of_the_base(image: str) -> N
 
 
 def test_the_ports_exposed_are_those_the_processes_take() -> None:
-    router = RouterConfig.__dataclass_fields__["port"].default
-    wanted = {"router": {router, 8000, router + 1, router + 2}}
+    router = RouterConfig.__dataclass_fields__["grpc_port"].default
+    wanted = {"router": {router, RouterConfig.__dataclass_fields__["port"].default, router + 1, router + 2}}
     workers = {port + offset for port in DEFAULT_PORTS.values() for offset in (0, 1, 2)}
     wanted |= dict.fromkeys(WORKERS, workers)
     assert {image: set(map(int, parsed(image).final.last("EXPOSE").split())) for image in IMAGES} == wanted

@@ -328,7 +328,7 @@ class FaultSystem:
         shared += ["--secret-file", str(self._secret), "--drain-timeout", "5"]
         for router in ("router-0", "router-1"):
             host = self.hosts[router]
-            flags = ["--host", host.address(Plane.SERVICE), "--port", "50051", "--router-id", f"{router}-{secrets.token_hex(3)}"]
+            flags = ["--host", host.address(Plane.SERVICE), "--grpc-port", "50051", "--router-id", f"{router}-{secrets.token_hex(3)}"]
             self._add(router, router, [sys.executable, "-P", "-m", "router", *shared, *flags])
         for worker_id, name in self.workers.items():
             self._add(worker_id, name, self._worker(worker_id, self.hosts[name], shared))
@@ -337,7 +337,7 @@ class FaultSystem:
         role = worker_id.partition("-")[0]
         port = self.worker_address(worker_id).rpartition(":")[2]
         flags = ["--runner", "fake", "--fake-step-ms", f"{self._step_ms:g}", "--num-blocks", "2048", "--block-size", str(BLOCK_SIZE)]
-        flags += ["--host", host.address(Plane.SERVICE), "--port", port, "--worker-id", worker_id, "--ray-address", self.ray.address]
+        flags += ["--host", host.address(Plane.SERVICE), "--grpc-port", port, "--worker-id", worker_id, "--ray-address", self.ray.address]
         flags += ["--run-dir", str(self.directory / worker_id), "--kv-transfer", "ray", "--lease-ttl", "8"]
         flags += ["--engine-process", "on", "--fixed-roles"]
         if role == "prefill":

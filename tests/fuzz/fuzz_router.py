@@ -60,7 +60,7 @@ async def serve(folder: Path) -> None:
             max_file_bytes=64 << 10,
             default_max_tokens=8,
         ):
-            say({"http": cluster.router.http_port, "grpc": cluster.router.port})
+            say({"http": cluster.router.http_port, "grpc": cluster.router.grpc_port})
             while await asyncio.to_thread(sys.stdin.readline):
                 # Garbage that is to be collected is no leak.
                 gc.collect()

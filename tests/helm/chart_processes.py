@@ -59,12 +59,12 @@ class Process:
             if self.module == POD:
                 return {config.health_port}
             return {int(config.ray_address.rpartition(":")[2])} if config.ray_head else set()
-        first = config.port
+        first = config.grpc_port
         # Among several in one container the supervisor alone asks each for its health.
         alone = self.container["command"][3] != POD
         found = {first} | ({first + 1 if config.health_port is None else config.health_port} if alone else set())
         found.add(first + 2 if config.metrics_port is None else config.metrics_port)
-        return found | ({config.http_port} if self.module == "router" else set())
+        return found | ({config.port} if self.module == "router" else set())
 
 
 def processes(chart: Chart) -> Iterator[Process]:

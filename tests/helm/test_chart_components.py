@@ -190,7 +190,7 @@ def test_colocated_pods_and_pools_are_one_release() -> None:
     ]
     assert {each["spec"]["scaleTargetRef"]["name"] for each in chart.of("ScaledObject")} == {"demo-twostep-prefill", "demo-twostep-decode"}
     policy = chart.one("NetworkPolicy", "-workers")["spec"]["ingress"][0]
-    assert {port["port"] for port in policy["ports"]} == {process.config.port for process in workers}
+    assert {port["port"] for port in policy["ports"]} == {process.config.grpc_port for process in workers}
 
 
 def test_without_ray_what_is_left_joins_colocated_pods_and_pools() -> None:

@@ -33,7 +33,7 @@ def test_each_metrics_port_is_scraped_once(case: str) -> None:
     served = []
     for process in processes(chart):
         if hasattr(process.config, "metrics_port"):
-            first = process.config.port
+            first = process.config.grpc_port
             served.append((process.pod.component, first + 2 if process.config.metrics_port is None else process.config.metrics_port))
     assert sorted(scraped(chart)) == sorted(served)
     # Rules and dashboards tell processes apart by job: the component.

@@ -121,7 +121,7 @@ def test_a_head_elsewhere_reaches_the_raylets_and_nothing_else() -> None:
 
 def test_every_worker_of_one_pod_is_reached() -> None:
     chart = render(CASES["colocated"][1])
-    grpc = [process.config.port for process in processes(chart) if process.module in ("prefill_worker", "decode_worker")]
+    grpc = [process.config.grpc_port for process in processes(chart) if process.module in ("prefill_worker", "decode_worker")]
     assert len(grpc) == 4
     for port in grpc:
         assert reaches(chart, "router", "colocated", port)

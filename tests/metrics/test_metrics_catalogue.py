@@ -78,10 +78,10 @@ def test_labels_are_few_and_never_a_request() -> None:
 
 def test_the_ports_on_the_page_are_the_defaults() -> None:
     ports = {
-        "router": RouterConfig(model=Path()).port,
+        "router": RouterConfig(model=Path()).grpc_port,
         "prefill worker": DEFAULT_PORTS["prefill"],
         "decode worker": DEFAULT_PORTS["decode"],
-        "autoscaler": AutoscalerConfig().port,
+        "autoscaler": AutoscalerConfig().grpc_port,
     }
     for process, port in ports.items():
         assert f"| {process} | {port + 2} |" in PAGE.read_text()

@@ -81,7 +81,7 @@ def system() -> Iterator[list[str]]:
     with tempfile.TemporaryDirectory(prefix="ts-") as folder, Path(folder, "up.log").open("wb") as log:
         # In float32, as log probabilities are compared with those of `transformers`.
         words = [*twostep, "up", "--model", model_dir, "--dtype", "float32", "--tool-call-parser", "hermes"]
-        words += ["--port", str(port), "--http-port", str(http_port)]
+        words += ["--port", str(http_port), "--grpc-port", str(port)]
         process = subprocess.Popen(words, cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT)
         try:
             end = time.monotonic() + _START_S

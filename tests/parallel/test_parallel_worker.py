@@ -131,7 +131,7 @@ def worker(
         process = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-c", _WORKER, "--model", str(model_dir), "--device", "cpu", "-tp", "2", "--dtype", "float32"),
-                *("--port", str(port), "--health-port", str(free_ports(1)[0]), "--redis-url", redis.url),
+                *("--grpc-port", str(port), "--health-port", str(free_ports(1)[0]), "--redis-url", redis.url),
                 *("--secret-file", str(directory / "secret"), "--num-blocks", "64", "--cpu-threads", "1"),
                 f"--engine-process={form}",
             ],

@@ -653,6 +653,7 @@ class Cluster:
                 "redis_url": self.redis_server.url,
                 "host": "127.0.0.1",
                 "port": 0,
+                "grpc_port": 0,
                 "served_model_name": "m",
                 "secret_file": self.secret_file,
                 # Longer than this process may stand still; who tests the grace, or the lease, gives one.
@@ -677,7 +678,7 @@ class Cluster:
                 # Its first look at Redis has a deadline, and so has the wait of a request for a stream: both may be over on a busy machine.
                 await until(lambda: self.router.registry.connected, "Redis was read")
                 await self._streams_open()
-                async with open_channel(f"127.0.0.1:{self.router.port}") as channel:
+                async with open_channel(f"127.0.0.1:{self.router.grpc_port}") as channel:
                     self.stub = inference_pb2_grpc.InferenceStub(channel)
                     yield
             finally:

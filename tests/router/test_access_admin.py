@@ -168,7 +168,8 @@ def test_a_router_that_is_asked_to_drains_and_exits(bare_model_dir: Path, redis_
     (tmp_path / "admin").write_text("an-admin-key-of-our-own\n")
     argv = [sys.executable, "-P", "-m", "router", "--model", str(bare_model_dir), "--redis-url", redis_server.url]
     argv += ["--secret-file", str(tmp_path / "secret"), "--admin-port", str(port), "--admin-key-file", str(tmp_path / "admin")]
-    argv += ["--host", "127.0.0.1", "--port", "0", "--metrics-port", "-1", "--drain-timeout", "2", "--redis-start-timeout", "60"]
+    argv += ["--host", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--metrics-port", "-1"]
+    argv += ["--drain-timeout", "2", "--redis-start-timeout", "60"]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
     try:
         request = urllib.request.Request(

@@ -84,7 +84,7 @@ async def test_everything_but_probes_and_the_page_wants_a_key(cluster: Cluster, 
 
 async def test_grpc_wants_a_key_too(cluster: Cluster, keys: Path) -> None:
     shown = add(keys)
-    async with served(cluster, api_keys_file=keys), open_channel(f"127.0.0.1:{cluster.router.port}") as channel:
+    async with served(cluster, api_keys_file=keys), open_channel(f"127.0.0.1:{cluster.router.grpc_port}") as channel:
         status: status_pb2_grpc.StatusAsyncStub = status_pb2_grpc.StatusStub(channel)
 
         async def generate(metadata: Any) -> None:

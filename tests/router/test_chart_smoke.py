@@ -25,7 +25,7 @@ ONE_TRY = "import sys, smoke; smoke.PAUSE_S = 1000.0; sys.exit(smoke.main())"
 async def smoke(cluster: Cluster, *, once: bool = False, **more: str) -> tuple[int, str]:
     """Exit status, and what it says."""
     env = {"PATH": os.environ["PATH"], "ROUTER": "127.0.0.1", "TIMEOUT_S": "60", **more}
-    env |= {"GRPC_PORT": str(cluster.router.port), "HTTP_PORT": str(cluster.router.http_port), "SECRET_FILE": str(cluster.secret_file)}
+    env |= {"GRPC_PORT": str(cluster.router.grpc_port), "HTTP_PORT": str(cluster.router.http_port), "SECRET_FILE": str(cluster.secret_file)}
     env["PYTHONPATH"] = os.pathsep.join(str(path) for path in (SCRIPT.parents[2], SCRIPT.parent))
     argv = ["-c", ONE_TRY] if once else [str(SCRIPT)]
     run = await asyncio.create_subprocess_exec(

@@ -99,7 +99,7 @@ async def test_certificates(cluster: Cluster, self_signed: tuple[Path, Path], wi
         with pytest.raises(aiohttp.ClientError) if needed else nullcontext():
             await told(http, url, ssl=stranger)
         if client_auth == "none":
-            async with open_channel(f"127.0.0.1:{cluster.router.port}", tls=TlsFiles(ca=cert)) as channel:
+            async with open_channel(f"127.0.0.1:{cluster.router.grpc_port}", tls=TlsFiles(ca=cert)) as channel:
                 models = await inference_pb2_grpc.InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=30)
                 assert models.models[0].name == "m"
 

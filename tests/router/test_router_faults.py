@@ -472,7 +472,7 @@ async def test_a_client_that_leaves_frees_both_sides(cluster: Cluster, when: str
 async def narrow(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
     """A client whose connection holds next to nothing for it: with logprobs, a few hundred tokens fill it."""
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.router.port}", options=options) as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{cluster.router.grpc_port}", options=options) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
 
 

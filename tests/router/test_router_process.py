@@ -36,7 +36,7 @@ def free_port() -> int:
 async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:
     settings = {
         "host": "127.0.0.1",
-        "http-port": "0",
+        "port": "0",
         "served-model-name": "m",
         "model": str(cluster.model_dir),
         "secret-file": str(cluster.secret_file),
@@ -48,7 +48,7 @@ async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:
 
 @asynccontextmanager
 async def running(cluster: Cluster, port: int, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await start(cluster, "--port", str(port), *flags)
+    process = await start(cluster, "--grpc-port", str(port), *flags)
     beat = asyncio.create_task(cluster.beat_forever())
     try:
         yield process
@@ -144,14 +144,14 @@ async def test_each_thing_that_prevents_a_start_is_said_with_what_to_do(cluster:
         port = str(taken.getsockname()[1])
         cases = {
             ("--model", str(tmp_path)): "config.json",
-            ("--port", port): "--port",
+            ("--grpc-port", port): "--grpc-port",
             ("--redis-url", f"unix://{tmp_path}/none.sock", "--redis-start-timeout", "0.3"): "--redis-url",
             ("--redis-url", "ftp://nowhere"): "--redis-url",
             ("--secret-file", str(tmp_path / "none")): "--secret-file",
             ("--tls-cert", str(tmp_path / "none")): "--tls-key",
         }
         # Each with ports of its own: they are bound before what is wrong is found.
-        processes = [await start(cluster, "--port", str(free_port()), "--metrics-port", "-1", *flags) for flags in cases]
+        processes = [await start(cluster, "--grpc-port", str(free_port()), "--metrics-port", "-1", *flags) for flags in cases]
         outputs = await asyncio.gather(*(process.communicate() for process in processes))
     for (flags, words), process, (_, stderr) in zip(cases.items(), processes, outputs, strict=True):
         said = stderr.decode()

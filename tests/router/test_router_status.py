@@ -335,7 +335,7 @@ async def test_grpc_and_http_tell_the_same(cluster: Cluster, monkeypatch: pytest
             await cluster.ask(max_tokens=8)
         board = cluster.router.board
         await until(lambda: board.status().load.requests_per_s > 0, "the requests are counted")
-        async with open_channel(f"127.0.0.1:{cluster.router.port}") as channel:
+        async with open_channel(f"127.0.0.1:{cluster.router.grpc_port}") as channel:
             told = await status_pb2_grpc.StatusStub(channel).GetStatus(status_pb2.StatusRequest(), timeout=30)
         assert [(w.worker_id, w.role) for w in told.workers] == [("d0", "decode"), ("d1", "decode"), ("p0", "prefill")]
         assert (told.model, told.draining, told.registry_connected) == ("m", False, True)

@@ -182,7 +182,7 @@ async def test_requests_alerts_and_gpus_are_there_to_be_found(cluster: Cluster, 
 
 async def test_workers_and_the_router_come_and_go(cluster: Cluster, page: Page) -> None:
     (port,) = free_ports(1)
-    async with cluster.serving(http_port=port):
+    async with cluster.serving(port=port):
         await page.open(url(cluster))
         await page.until("document.querySelector('.nobody') !== null && !document.querySelector('.nobody').hidden")
         assert "twostep up" in (await texts(page, ".nobody"))[0]
@@ -201,7 +201,7 @@ async def test_workers_and_the_router_come_and_go(cluster: Cluster, page: Page) 
     assert len(await texts(page, ".card")) == 2, "what was known last is still there"
     # The browser itself reports what it could not reach.
     await until(lambda: any("ERR_CONNECTION_REFUSED" in error for error in page.errors), "it tries again")
-    async with cluster.serving(http_port=port):
+    async with cluster.serving(port=port):
         await page.until(_LIVE)
         await page.until("document.querySelector('#banner').hidden")
 

@@ -146,13 +146,13 @@ async def test_reflection_lists_the_services() -> None:
         assert {"twostep.v1.Worker", "twostep.v1.Prefill", "grpc.health.v1.Health"} <= names
 
 
-@pytest.mark.parametrize("flag", ["--port", "--health-port"])
+@pytest.mark.parametrize("flag", ["--grpc-port", "--health-port"])
 async def test_a_port_in_use_names_the_port_and_the_flag(flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = ServerConfig(port=port) if flag == "--port" else ServerConfig(health_port=port)
+        config = ServerConfig(port=port) if flag == "--grpc-port" else ServerConfig(health_port=port)
         server = GrpcServer(config)
         with pytest.raises(SetupError, match=rf"{port}.*{flag}"):
             await server.start()

@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 from router.config import RouterConfig
 from twostep.autoscaler.config import AutoscalerConfig
 from twostep.cli._flags import parser
+from twostep.settings.autoscaler import AutoscalerSettings
 from twostep.settings.known import COMMANDS, TABLES, known_variables
 from twostep.settings.readers import Number, Whole
 from twostep.settings.reading import FlagParser, read_settings
 from twostep.settings.removed import REMOVED, REMOVED_FLAGS
-from twostep.settings.router import REASONING_PARSERS, TOOL_CALL_PARSERS
+from twostep.settings.router import REASONING_PARSERS, TOOL_CALL_PARSERS, RouterSettings
 from twostep.settings.table import Required, Rule, Settings, group, setting, settings_of, variable_of
+from twostep.settings.up import UpSettings
+from twostep.settings.worker import WorkerSettings
 from twostep.text import chat_format, tool_calls
 from twostep.worker.config import WorkerConfig
 
@@ -174,6 +177,23 @@ def test_a_mistyped_variable_is_warned_of_and_nobody_else_s(capsys: pytest.Captu
     read(environ={"TWOSTEP_MAX_INFLITE": "1", "TWOSTEP_MAX_NUM_SEQS": "1", "TWOSTEP_API_KEY": "k", "TWOSTEP_PORT_80_TCP": "x", "OTHER": ""})
     said = capsys.readouterr().err
     assert re.findall(r"TWOSTEP_\w+", said) == ["TWOSTEP_MAX_INFLITE", "TWOSTEP_MAX_INFLIGHT"]
+
+
+@pytest.mark.parametrize(
+    ("table", "asked", "meant"),
+    [
+        (RouterSettings, ["--http-port", "8080"], "--port"),
+        (UpSettings, ["--http-port", "8080"], "--port"),
+        (WorkerSettings, ["--port", "50061"], "--grpc-port"),
+        (AutoscalerSettings, ["--port", "50081"], "--grpc-port"),
+    ],
+)
+def test_a_port_under_another_name_is_refused_with_the_right_one(
+    table: type[Settings], asked: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read_settings(table, asked, prog="p", description="", environ={})
+    assert meant in re.split(r"[^-a-z]+", capsys.readouterr().err)
 
 
 @given(st.integers(-5, 15), st.integers(-5, 15), st.integers(0, 10))

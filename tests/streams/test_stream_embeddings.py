@@ -62,7 +62,7 @@ async def test_vectors_are_transformers_beside_answers(model_dir: Path, tmp_path
     make_runner = partial(ModelRunner, model_dir, num_blocks=512, block_size=BLOCK)
     ids = [oracle.ids(text) for text in TEXTS]
     want = [unit(oracle.states(each)[-1]) for each in ids]
-    async with whole_system(model_dir, tmp_path, make_runner=make_runner, http_port=0) as system:
+    async with whole_system(model_dir, tmp_path, make_runner=make_runner, port=0) as system:
         url = f"http://127.0.0.1:{system.routers[0].http_port}/v1"
         async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=120) as http, AsyncClient(system.target()) as client:
             answers = [client.generate(text, max_tokens=60, temperature=0.0, ignore_eos=True) for text in TEXTS]

@@ -30,7 +30,7 @@ SCHEMA = {
 
 @asynccontextmanager
 async def asked(model_dir: Path, tmp_path: Path, **options: Any) -> AsyncIterator[tuple[WholeSystem, openai.AsyncOpenAI]]:
-    async with whole_system(model_dir, tmp_path, http_port=0, **options) as system:
+    async with whole_system(model_dir, tmp_path, port=0, **options) as system:
         base_url = f"http://127.0.0.1:{system.routers[0].http_port}/v1"
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
             yield system, client

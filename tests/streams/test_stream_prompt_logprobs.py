@@ -34,7 +34,7 @@ def wanted(prompt: Sequence[int], num_top: int, vocab_size: int) -> tuple[TokenL
 @pytest.mark.parametrize("aggregated", [False, True])
 async def test_both_fronts_tell_the_same_whatever_is_cached(fake_model_dir: Path, tmp_path: Path, aggregated: bool) -> None:
     vocab_size = ModelCard.load(fake_model_dir).vocab_size
-    async with whole_system(fake_model_dir, tmp_path, aggregated=aggregated, http_port=0) as system, AsyncClient(system.target()) as client:
+    async with whole_system(fake_model_dir, tmp_path, aggregated=aggregated, port=0) as system, AsyncClient(system.target()) as client:
         for count, num_top in ((4, 2), (0, 1), (1, 0)):
             answer = await client.generate(token_ids=PROMPT, max_tokens=count, prompt_logprobs=num_top, ignore_eos=True).result()
             assert answer.prompt_logprobs == wanted(PROMPT, num_top, vocab_size)

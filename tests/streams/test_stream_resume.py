@@ -40,8 +40,8 @@ class DoomedRouter:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        fixed = "--health-port -1 --http-port -1 --served-model-name m --prefix-lookup-timeout 5 --redis-start-timeout 60"
-        flags = map(str, [*self._flags, "--port", self.port, *fixed.split()])
+        fixed = "--health-port -1 --port -1 --served-model-name m --prefix-lookup-timeout 5 --redis-start-timeout 60"
+        flags = map(str, [*self._flags, "--grpc-port", self.port, *fixed.split()])
         argv = [sys.executable, "-P", "-m", "router", "--host", "127.0.0.1", *flags]
         await self._streams(0)
         self._process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.DEVNULL)

@@ -79,6 +79,7 @@ async def start_router(model_dir: Path, redis_url: str, secret_file: Path, **opt
         "redis_url": redis_url,
         "host": "127.0.0.1",
         "port": 0,
+        "grpc_port": 0,
         "served_model_name": "m",
         "secret_file": secret_file,
         "no_worker_grace": 60.0,
@@ -103,7 +104,7 @@ class WholeSystem:
     brake: Brake = field(default_factory=Brake)
 
     def target(self, router: int = 0) -> str:
-        return f"127.0.0.1:{self.routers[router].port}"
+        return f"127.0.0.1:{self.routers[router].grpc_port}"
 
     async def add_decode(self) -> Worker:
         proxy = CuttingProxy()

@@ -172,11 +172,11 @@ class Fleet:
     async def _launch(self, name: str, port: int, drain_s: float) -> None:
         role = name.partition("-")[0]
         words = ["--model", str(self._model_dir), "--served-model-name", "m", "--redis-url", self.redis_url]
-        words += ["--secret-file", str(self._secret), "--host", "127.0.0.1", "--port", str(port), "--drain-timeout", f"{drain_s:g}"]
+        words += ["--secret-file", str(self._secret), "--host", "127.0.0.1", "--grpc-port", str(port), "--drain-timeout", f"{drain_s:g}"]
         # Only the port that others know is used twice: another process may have got its neighbours meanwhile.
         words += ["--health-port", "-1", "--metrics-port", "0"]
         if role == "router":
-            module, words = "router", [*words, "--http-port", "-1", "--router-id", name]
+            module, words = "router", [*words, "--port", "-1", "--router-id", name]
         else:
             module = f"{role}_worker"
             words += ["--worker-id", name, "--ray-address", self._ray.address, "--kv-transfer", "ray", "--no-local-prefill"]

@@ -125,9 +125,9 @@ class System:
         return found
 
     def workers(self, module: str) -> list[Worker]:
-        """Live workers of one role ("prefill_worker" or "decode_worker"), by their --port."""
+        """Live workers of one role ("prefill_worker" or "decode_worker"), by their --grpc-port."""
         return [
-            Worker(module, child.pid, f"127.0.0.1:{words[words.index('--port') + 1]}", Path(words[words.index("--secret-file") + 1]))
+            Worker(module, child.pid, f"127.0.0.1:{words[words.index('--grpc-port') + 1]}", Path(words[words.index("--secret-file") + 1]))
             for child, words in self._children(module)
         ]
 
@@ -248,7 +248,7 @@ def running(
     words += ["--no-local-prefill"] if prefill and not local_prefill else []
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*words, "--port", str(port), "--http-port", str(http_port), "--verbose", *extra],
+            [*words, "--port", str(http_port), "--grpc-port", str(port), "--verbose", *extra],
             stdout=out,
             stderr=subprocess.STDOUT,
             cwd=tmp,

@@ -28,14 +28,14 @@ from twostep.worker.model import load_model, resolve_config
 
 def test_defaults_by_role() -> None:
     prefill, decode = (parse_config(role, ["--runner", "fake"]) for role in ("prefill", "decode"))
-    assert (prefill.port, decode.port) == (50061, 50071)
+    assert (prefill.grpc_port, decode.grpc_port) == (50061, 50071)
     assert prefill.served_model_name == "fake"
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--port", "70000"],
+        ["--grpc-port", "70000"],
         ["--drain-timeout", "nan"],
         ["--kv-transfer", "pigeon"],
         ["--kv-transfer", "ray,ray"],
@@ -143,7 +143,7 @@ def test_a_process_that_cannot_start_says_what_to_change(
     (tmp_path / "secret").write_bytes(b"0123456789abcdef")
     secret = [] if message == "--secret-file" else ["--secret-file", str(tmp_path / "secret")]
     monkeypatch.setattr("twostep.worker.process.setup_logging", lambda **_: None)
-    assert main([*flags, *secret, "--port", "0", "--redis-url", redis_url]) == 2
+    assert main([*flags, *secret, "--grpc-port", "0", "--redis-url", redis_url]) == 2
     assert message in caplog.text
 
 
@@ -152,7 +152,7 @@ def test_ports_of_others_are_refused_before_a_model_is_loaded(
 ) -> None:
     (tmp_path / "secret").write_bytes(b"0123456789abcdef")
     monkeypatch.setattr("twostep.worker.process.setup_logging", lambda **_: None)
-    flags = ["--model", "/nonexistent", "--secret-file", str(tmp_path / "secret"), "--port", "0"]
+    flags = ["--model", "/nonexistent", "--secret-file", str(tmp_path / "secret"), "--grpc-port", "0"]
     with socket.socket() as taken, socket.create_server(("127.0.0.1", 0)) as server:
         taken.bind(("127.0.0.1", 0))
         taken.connect(server.getsockname())
@@ -178,8 +178,8 @@ def test_ports_of_others_are_refused_before_a_model_is_loaded(
         ("--kv-cache-dtype fp8 --kv-wire int8", "--kv-wire raw"),
         ("--kv-wire zstd --kv-transfer nixl", "--kv-wire zstd"),
         ("--tensor-parallel-size 2", "--runner fake"),
-        ("--port 6000 --metrics-port 6001", "--health-port (not given) and --metrics-port 6001 are both 6001"),
-        ("--port 65534", "--metrics-port"),
+        ("--grpc-port 6000 --metrics-port 6001", "--health-port (not given) and --metrics-port 6001 are both 6001"),
+        ("--grpc-port 65534", "--metrics-port"),
         ("--tls-cert a.pem", "--tls-key (not given)"),
         ("--kv-transfer none", "--kv-transfer none"),
     ],

@@ -194,8 +194,8 @@ async def test_a_worker_that_cannot_start_leaves_nothing_behind(redis_url: str, 
     taken = make_worker(worker_config("prefill", redis_url), make_model(make_runner()), edges_of_both_roles(hub), 1)
     await taken.start()
     port = taken.server.port
-    again = make_worker(worker_config("decode", redis_url, port=port), make_model(make_runner()), edges_of_both_roles(LocalHub()), 2)
-    with pytest.raises(SetupError, match="--port"):
+    again = make_worker(worker_config("decode", redis_url, grpc_port=port), make_model(make_runner()), edges_of_both_roles(LocalHub()), 2)
+    with pytest.raises(SetupError, match="--grpc-port"):
         await again.start()
     own_redis.kill()
     lost = make_worker(worker_config("decode", own_redis.url), make_model(make_runner()), edges_of_both_roles(hub), 3)

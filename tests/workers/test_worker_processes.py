@@ -45,7 +45,7 @@ class Process:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", f"{role}_worker", "--runner", "fake", "--worker-id", name, "--port", str(port)),
+                    *(sys.executable, "-P", "-m", f"{role}_worker", "--runner", "fake", "--worker-id", name, "--grpc-port", str(port)),
                     *("--health-port", str(health_port), "--redis-url", redis_url, "--ray-address", ray.address),
                     *("--secret-file", str(directory / "secret"), "--block-size", str(BLOCK), "--drain-timeout", str(DRAIN_S)),
                     *("--chunk-bytes", "4096", *flags),

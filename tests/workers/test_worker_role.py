@@ -53,7 +53,7 @@ class RoleSystem:
     @property
     def target(self) -> str:
         assert self.router is not None
-        return f"127.0.0.1:{self.router.port}"
+        return f"127.0.0.1:{self.router.grpc_port}"
 
     async def switch(
         self, name: str, role: str, drain_timeout_s: float = WAIT_S, *, secret: bytes = SECRET

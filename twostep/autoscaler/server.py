@@ -86,11 +86,11 @@ class Autoscaler:
             # Ready once it has looked at Redis; from then on, since it says itself where it does not know.
             looked=lambda: self._server.health.set(READINESS, True),
         )
-        self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
+        self._metrics_server = MetricsServer.beside(registry, host=config.host, port=config.grpc_port, metrics_port=config.metrics_port)
         self._server = GrpcServer(
             ServerConfig(
                 host=config.host,
-                port=config.port,
+                port=config.grpc_port,
                 health_port=config.health_port,
                 tls=config.front_tls,
                 max_message_bytes=1 << 20,

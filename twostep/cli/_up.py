@@ -12,7 +12,7 @@ from twostep.local.plan import LocalOptions
 from twostep.local.run import INTERRUPTED, run_system
 from twostep.local.system import LocalSystem
 from twostep.settings.reading import Given, gather
-from twostep.settings.router import DEFAULT_PORT
+from twostep.settings.router import DEFAULT_GRPC_PORT
 from twostep.settings.table import switched
 from twostep.settings.up import ALL
 
@@ -26,7 +26,7 @@ def options_of(args: argparse.Namespace) -> LocalOptions:
     texts = gather(ALL, vars(args), os.environ)
     if args.command == "demo":
         # On free ports. What it is to show is the hand-over.
-        for name in ("http-port", "autoscale"):
+        for name in ("grpc-port", "autoscale"):
             texts.pop(name, None)
         texts["port"] = Given("demo", "0")
         aggregated = "aggregated" in texts and switched(texts["aggregated"].text)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if options.aggregated:
             workers = f"aggregated, {options.decode} worker{'s' if options.decode > 1 else ''}"
         say(f"Serving {system.plan.model_name} at {system.target}: {workers}.")
-        target = "" if system.plan.port == DEFAULT_PORT else f" --target {system.target}"
+        target = "" if system.plan.grpc_port == DEFAULT_GRPC_PORT else f" --target {system.target}"
         if options.asks_for_keys:
             say("The router asks for an API key; give the commands below one of yours: export TWOSTEP_API_KEY=...")
         say(f"  {command} chat{target}")

@@ -215,7 +215,7 @@ def error_of(target: str, error: grpc.RpcError, *, own: bool) -> TwostepError:
     if any(sign in details for sign in _HTTP_ANSWERS):
         return InvalidRequest(
             f"{target} is an HTTP port, and this client speaks gRPC; give the router's gRPC port, which is "
-            f"{target.rpartition(':')[0]}:{DEFAULT_TARGET.rpartition(':')[2]} unless its --port says otherwise"
+            f"{target.rpartition(':')[0]}:{DEFAULT_TARGET.rpartition(':')[2]} unless its --grpc-port says otherwise"
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return InvalidRequest(f"the server at {target} does not know this call ({details}); is it a router, and as new as this client?")

@@ -63,8 +63,8 @@ class Components:
 
     def _router(self, needs: tuple[str, ...]) -> Component:
         plan, options = self._plan, self._options
-        flags = [*self._shared(), f"--host={options.host}", f"--port={plan.port}", f"--health-port={plan.router_health_port}"]
-        flags += [f"--metrics-port={plan.router_metrics_port}", f"--http-port={plan.http_port}"]
+        flags = [*self._shared(), f"--host={options.host}", f"--port={plan.http_port}", f"--grpc-port={plan.grpc_port}"]
+        flags += [f"--health-port={plan.router_health_port}", f"--metrics-port={plan.router_metrics_port}"]
         batch_dir = options.batch_dir if options.batch_dir is not None else plan.run_dir / "batches"
         flags.append(f"--batch-dir={batch_dir.resolve()}")
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else LOOPBACK
@@ -82,7 +82,7 @@ class Components:
     def worker(self, worker: LocalWorker) -> Component:
         options, most = self._options, len(self._plan.places)
         threads = str(options.threads_of_each(most))
-        flags = [*self._shared(), "--host", LOOPBACK, "--port", str(worker.port), "--health-port", str(worker.health_port)]
+        flags = [*self._shared(), "--host", LOOPBACK, "--grpc-port", str(worker.port), "--health-port", str(worker.health_port)]
         flags += ["--metrics-port", str(worker.metrics_port)]
         flags += ["--worker-id", worker.worker_id, "--run-dir", str(self._plan.run_dir / worker.worker_id)]
         # Prefill workers are told too: they may change their role.
@@ -116,7 +116,7 @@ class Components:
         (health_port,) = free_ports(1)
         num_gpus = str(options.worker.tensor_parallel_size)
         flags = ["--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file), "--host", LOOPBACK]
-        flags += ["--port", str(plan.scaler_port), "--health-port", str(health_port)]
+        flags += ["--grpc-port", str(plan.scaler_port), "--health-port", str(health_port)]
         flags += ["--metrics-port", str(plan.scaler_metrics_port)]
         for role in ROLES:
             bounds = scale.of(role)

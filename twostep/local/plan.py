@@ -251,10 +251,10 @@ class LocalPlan:
     model_dir: Path
     model_name: str
     run_dir: Path
-    port: int
+    http_port: int
+    grpc_port: int
     router_health_port: int
     router_metrics_port: int
-    http_port: int
     redis_url: str
     own_redis: bool
     ray_address: str
@@ -308,7 +308,6 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
     _fetch_draft(options, environ, progress)
     scale = _scale(options, model_dir, num_gpus, progress) if options.autoscale else None
     ports = iter(free_ports(8))
-    port = options.port or next(ports)
     roles = [("prefill", i) for i in range(options.num_prefill)] + [("decode", i) for i in range(options.decode)]
     names = [f"{role}-{index}" for role, index in roles]
     places = _deal_gpus(options, names, num_gpus, progress, num_places=scale.total if scale is not None else len(names))
@@ -319,10 +318,10 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
         model_dir=model_dir,
         model_name=options.worker.served_model_name or name_of(options.model),
         run_dir=run_dir,
-        port=port,
+        http_port=options.port or next(ports),
+        grpc_port=options.wanted_grpc_port or next(ports),
         router_health_port=next(ports),
         router_metrics_port=next(ports),
-        http_port=options.wanted_http_port or next(ports),
         redis_url=options.redis_url or redis_server.server_url(run_dir / "redis"),
         own_redis=not options.redis_url,
         ray_address=options.ray_address or (f"{RAY_HOST}:{ray_port}" if options.uses_ray else ""),
@@ -356,7 +355,7 @@ def _check_redis() -> None:
 
 
 def _check_ports(options: LocalOptions) -> Iterator[str]:
-    ports = {"--port": options.port, "--http-port": options.wanted_http_port, "--admin-port": options.router.admin_port}
+    ports = {"--port": options.port, "--grpc-port": options.wanted_grpc_port, "--admin-port": options.router.admin_port}
     hosts = {"--admin-port": options.router.admin_host}
     given = {flag: port for flag, port in ports.items() if port > 0}
     for port in given.values():

@@ -60,8 +60,8 @@ class PodWorker:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        where = (f"--port={self.port}", f"--health-port={self.port + 1}", f"--metrics-port={self.port + 2}", f"--worker-id={self.name}")
-        return (sys.executable, "-P", "-m", f"{self.role}_worker", *where, *self.flags)
+        ports = (f"--grpc-port={self.port}", f"--health-port={self.port + 1}", f"--metrics-port={self.port + 2}")
+        return (sys.executable, "-P", "-m", f"{self.role}_worker", *ports, f"--worker-id={self.name}", *self.flags)
 
 
 def pod_workers(config: PodSettings) -> list[PodWorker]:
@@ -74,7 +74,7 @@ def pod_workers(config: PodSettings) -> list[PodWorker]:
         if config.gpus_per_worker > 1:
             flags = (f"--tensor-parallel-size={config.gpus_per_worker}", *flags)
         name = f"{config.pod_name}-{role}-{number}"
-        workers.append(PodWorker(name, role, config.port + index * config.PORTS_EACH, flags))
+        workers.append(PodWorker(name, role, config.grpc_port + index * config.PORTS_EACH, flags))
     return workers
 
 

@@ -54,7 +54,7 @@ class LocalSystem:
     def target(self) -> str:
         """Where a client on this machine finds the router."""
         host = self._options.host
-        return f"{'localhost' if host in ('', '0.0.0.0', '::', LOOPBACK) else host}:{self.plan.port}"
+        return f"{'localhost' if host in ('', '0.0.0.0', '::', LOOPBACK) else host}:{self.plan.grpc_port}"
 
     @property
     def http_url(self) -> str:
@@ -65,7 +65,7 @@ class LocalSystem:
         """Returns a warning of a router that lets everybody in; empty if it does not."""
         return open_door(
             self._options.host,
-            {"gRPC": self.plan.port, "HTTP": self.plan.http_port},
+            {"gRPC": self.plan.grpc_port, "HTTP": self.plan.http_port},
             asks_for_keys=self._options.asks_for_keys,
             # The router's certificate, if it had one, would have to come from a variable, and those are a client's (components.py).
             asks_for_certificates=False,

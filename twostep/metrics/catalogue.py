@@ -37,8 +37,8 @@ _HEAD = """\
 <!-- Written by `python -m twostep.metrics.catalogue`; a test compares this page with what the code declares. -->
 
 Every process serves `GET /metrics` in Prometheus' text format (OpenMetrics if asked for) over plain HTTP on `--metrics-port`
-(`TWOSTEP_METRICS_PORT`; `--port` + 2 if not given, any free port if `--port` is 0, -1 for none), on the address given by `--host`. It has
-no TLS and no authentication: keep the port inside the cluster.
+(`TWOSTEP_METRICS_PORT`; `--grpc-port` + 2 if not given, any free port if `--grpc-port` is 0, -1 for none), at `--host`. It has no
+TLS and no authentication: keep the port inside the cluster.
 
 | process | default |
 |---|---|

@@ -87,7 +87,7 @@ class GrpcServer:
 
     async def start(self) -> int:
         reflection.enable_server_reflection(self._names, self._server)
-        self.port = _bind(self._server, self.config.host, self.config.port, self._credentials, "--port")
+        self.port = _bind(self._server, self.config.host, self.config.port, self._credentials, "--grpc-port")
         await self._server.start()
         if self.config.health_port != -1:
             wanted = self.config.health_port

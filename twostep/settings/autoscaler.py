@@ -30,7 +30,7 @@ class AutoscalerSettings(ServiceSettings):
     """Holds what an autoscaler may be told; times in seconds. 0: there is no such bound."""
 
     autoscaler_id: str = setting("", "unique name of this replica; drawn at start if not given")
-    port: int = setting(DEFAULT_PORT, "gRPC port that KEDA asks, 0 for any free one", PORT)
+    grpc_port: int = setting(DEFAULT_PORT, "gRPC port that KEDA asks, 0 for any free one", PORT)
     redis_start_timeout: float = setting(10.0, "how long to wait for Redis at start", SECONDS)
     tls_client_auth: str = setting(
         "require", "whether KEDA needs a certificate of --tls-ca; workers need one in any case", choices=("require", "none")

@@ -30,18 +30,18 @@ class PodSettings(LogSettings):
     decode_flags: tuple[str, ...] = setting((), "flags of decode workers only", worker_flags, metavar="JSON")
     pod_name: str = setting("pod", "what the workers' names begin with")
     host: str = setting("0.0.0.0", "address of --health-port")
-    port: int = setting(50101, "gRPC port of the first worker; the next one's is 10 up", Whole(1, 65000))
+    grpc_port: int = setting(50101, "gRPC port of the first worker; the next one's is 10 up", Whole(1, 65000))
     health_port: int = setting(50100, "plaintext gRPC health of all of them", Whole(1, 65535))
     drain_timeout: float = setting(30.0, "time for running requests to end after SIGTERM", SECONDS)
     start_timeout: float = setting(600.0, "how long a worker may take until it is ready", SECONDS)
 
     @property
     def last_port(self) -> int:
-        return self.port + (self.prefill + self.decode) * self.PORTS_EACH - 1
+        return self.grpc_port + (self.prefill + self.decode) * self.PORTS_EACH - 1
 
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            lambda pod: pod.port <= pod.health_port <= pod.last_port,
-            "{health-port} is among the workers' ports from {port} on; give another one",
+            lambda pod: pod.grpc_port <= pod.health_port <= pod.last_port,
+            "{health-port} is among the workers' ports from {grpc-port} on; give another one",
         ),
     )

@@ -110,14 +110,24 @@ def _of_variable(variable: str, value: str, read: Callable[[str], Any], choices:
 
 def hint(name: str, known: Collection[str]) -> str:
     """Returns what to give instead of a name that is not known, to be put behind a refusal; empty if nothing is like it."""
-    plain = name.lstrip("-").removeprefix("TWOSTEP_").replace("_", "-").lower()
+    plain = _plain(name)
     why = REMOVED.get(plain) or (REMOVED_FLAGS.get(plain) if name.startswith("-") else None)
     if why:
         return f"; it was removed: {why}"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    # A shortened one.
-    near = near or (sorted((each for each in known if each.startswith(name)), key=len)[:3] if name.startswith("--") else [])
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    names = {_plain(each): each for each in known}
+    near = difflib.get_close_matches(plain, names, n=1, cutoff=0.75)
+    near = near or sorted((each for each in names if _overlap(plain, each)), key=len)[:3]
+    return f"; did you mean {' or '.join(names[each] for each in near)}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    """Returns a flag or a variable as a setting's name."""
+    return name.lstrip("-").removeprefix("TWOSTEP_").replace("_", "-").lower()
+
+
+def _overlap(name: str, known: str) -> bool:
+    """Returns whether one is the other shortened, as `http-port` and `port`, or `port` and `grpc-port`."""
+    return bool(known) and (known.startswith(name) or known.endswith(f"-{name}") or name.endswith(f"-{known}"))
 
 
 def read_settings(

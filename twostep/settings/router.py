@@ -20,11 +20,12 @@ from twostep.settings.readers import (
     tenant_weights,
     trace_url,
 )
-from twostep.settings.service import DEFAULT_HTTP_PORT, TracedServiceSettings
+from twostep.settings.service import TracedServiceSettings
 from twostep.settings.table import Required, Rule, setting
 from twostep.settings.worker import LOAD_FORMATS
 
-DEFAULT_PORT = 50051
+DEFAULT_PORT = 8000
+DEFAULT_GRPC_PORT = 50051
 COMPRESSIONS = ("none", "gzip")
 # Names of twostep/text/reasoning.py and tool_calls.py, which a table that every process reads cannot import.
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss")
@@ -54,12 +55,8 @@ class RouterSettings(TracedServiceSettings):
     model: Path = setting(Required, "the workers' model: its directory, or ORG/NAME of the Hugging Face hub", metavar="DIR|NAME")
     served_model_name: str = setting("", "name clients ask for; that of --model if not given")
     load_format: str = setting("auto", "dummy: the workers' weights are made up, to measure", choices=LOAD_FORMATS)
-    port: int = setting(DEFAULT_PORT, "gRPC port, 0 for any free one", PORT)
-    http_port: int | None = setting(
-        None,
-        f"OpenAI's API and the page; {DEFAULT_HTTP_PORT} if not given, any free one if --port is 0, -1 for none",
-        OPTIONAL_PORT,
-    )
+    port: int = setting(DEFAULT_PORT, "HTTP port: OpenAI's API and the page; 0 for any free one, -1 for none", OPTIONAL_PORT)
+    grpc_port: int = setting(DEFAULT_GRPC_PORT, "gRPC port, 0 for any free one", PORT)
     router_id: str = setting("", "unique name of this replica; drawn at start if not given")
     tls_client_auth: str = setting(
         "require",

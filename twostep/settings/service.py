@@ -23,7 +23,6 @@ ARCHITECTURE = (
     "what the model is, in place of config.json's `architectures`: for one that is a known one by another name, such as LlamaForCausalLM"
 )
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
-DEFAULT_HTTP_PORT = 8000
 _LAST_PORT = 65535
 ANY_HOST = frozenset(("", "0.0.0.0", "::"))
 
@@ -36,11 +35,12 @@ class LogSettings(Settings):
 
 def ports_of(service: Any) -> dict[str, int]:
     """Returns the ports of a process by their settings' names, settled; 0 is any free one, -1 none."""
-    beside = {"http-port": DEFAULT_HTTP_PORT, "health-port": service.port + 1, "metrics-port": service.port + 2}
-    found = {"port": service.port}
-    for name in (*beside, "admin-port"):
+    first = service.grpc_port
+    beside = {"health-port": first + 1, "metrics-port": first + 2}
+    found = {"grpc-port": first}
+    for name in ("port", *beside, "admin-port"):
         given = getattr(service, name.replace("-", "_"), -1)
-        found[name] = given if given is not None else beside[name] if service.port else 0
+        found[name] = given if given is not None else beside[name] if first else 0
     return found
 
 
@@ -50,7 +50,7 @@ def _wrong_ports(service: Any) -> str:
     seen: dict[int, str] = {}
     for name, number in ports_of(service).items():
         if number > _LAST_PORT:
-            return f"{{port}} leaves no port for {{{name}}}, which would be {number}; give a lower one"
+            return f"{{grpc-port}} leaves no port for {{{name}}}, which would be {number}; give a lower one"
         apart = name == "admin-port" and len(hosts) > 1 and not hosts & ANY_HOST
         if number > 0 and not apart and seen.setdefault(number, name) != name:
             return f"{{{seen[number]}}} and {{{name}}} are both {number}; give another one to either"

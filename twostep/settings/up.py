@@ -9,9 +9,9 @@ from pathlib import Path
 
 from twostep.settings.autoscaler import AutoscalerSettings
 from twostep.settings.ray_node import MIN_OBJECT_STORE_BYTES
-from twostep.settings.readers import SECONDS, Whole, host_and_port
-from twostep.settings.router import DEFAULT_PORT, RouterSettings
-from twostep.settings.service import DEFAULT_HTTP_PORT, MODEL_REVISION
+from twostep.settings.readers import PORT, SECONDS, Whole, host_and_port
+from twostep.settings.router import DEFAULT_GRPC_PORT, DEFAULT_PORT, RouterSettings
+from twostep.settings.service import MODEL_REVISION
 from twostep.settings.table import SettingRow, Settings, setting, settings_of
 from twostep.settings.worker import WorkerSettings
 
@@ -35,10 +35,8 @@ class UpSettings(Settings):
         "and --prefill-max-workers and the same of decode; what this machine has room for if not given (docs/autoscaling.md)",
     )
     host: str = setting("127.0.0.1", "address the router listens on")
-    port: int = setting(DEFAULT_PORT, "the router's gRPC port, 0 for any free one", Whole(0, 65534))
-    http_port: int | None = setting(
-        None, f"OpenAI's API and the page; {DEFAULT_HTTP_PORT} if not given, any free one if --port is 0", Whole(0, 65535)
-    )
+    port: int = setting(DEFAULT_PORT, "the router's HTTP port: OpenAI's API and the page; 0 for any free one", PORT)
+    grpc_port: int | None = setting(None, f"the router's gRPC port; {DEFAULT_GRPC_PORT} if not given, any free one if --port is 0", PORT)
     redis_url: str = setting("", "use this Redis instead of starting one", metavar="URL")
     ray_address: str = setting("", "join this Ray instead of starting one", host_and_port, metavar="HOST:PORT")
     ray_store_bytes: int = setting(
@@ -54,9 +52,9 @@ class UpSettings(Settings):
     verbose: bool = setting(False, "show the processes' logs")
 
     @property
-    def wanted_http_port(self) -> int:
+    def wanted_grpc_port(self) -> int:
         """0: any free one."""
-        return self.http_port if self.http_port is not None else DEFAULT_HTTP_PORT if self.port else 0
+        return self.grpc_port if self.grpc_port is not None else DEFAULT_GRPC_PORT if self.port else 0
 
 
 # What `up` settles for every process, or what is meant for a client of another system: wrong for all processes of this one alike.

@@ -140,8 +140,8 @@ class WorkerSettings(TracedServiceSettings):
 
     # ---- who and where it is ----
     host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(0, "gRPC port, 0 for any free one; if not given 50061 (prefill), 50071 (decode)", PORT)
-    advertise_address: str = setting("", "how others reach this worker; --host and --port if not given", metavar="HOST[:PORT]")
+    grpc_port: int = setting(0, "gRPC port, 0 for any free one; if not given 50061 (prefill), 50071 (decode)", PORT)
+    advertise_address: str = setting("", "how others reach this worker; --host and --grpc-port if not given", metavar="HOST[:PORT]")
     worker_id: str = setting("", "unique name, kept over restarts; role, host name and port if not given")
     pod_name: str = setting("", "Kubernetes pod of this process, which an autoscaler marks when it should go first")
     pod_namespace: str = setting("", "namespace of --pod-name")

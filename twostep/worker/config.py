@@ -74,7 +74,7 @@ def parse_config(role: str, argv: Sequence[str] | None = None, environ: Mapping[
         argv,
         prog=f"python -P -m {role}_worker",
         description=f"Twostep {role} worker.",
-        defaults={"role": role, "port": DEFAULT_PORTS[role], "otlp_endpoint": traces_endpoint()},
+        defaults={"role": role, "grpc_port": DEFAULT_PORTS[role], "otlp_endpoint": traces_endpoint()},
         environ=environ,
     )
     return replace(

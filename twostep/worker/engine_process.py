@@ -195,7 +195,7 @@ def main(planes: Callable[[LocalEngine, Link], Plane]) -> int:
     if config.runner == "model" and config.device != "cpu":
         # Beside the import of what uses it.
         begin_driver()
-    setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{config.role}-{config.port}-engine")
+    setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{config.role}-{config.grpc_port}-engine")
     try:
         config = resolve_config(config)
         # All is imported.

@@ -32,7 +32,7 @@ def run_worker(role: str, argv: Sequence[str] | None, load_edge: Callable[[], Ca
     `load_edge` imports what makes its edge; `engine_module` is the inside of an engine's process."""
     begun = process_start() if argv is None else time.monotonic()
     config = parse_config(role, argv)
-    setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{role}-{config.port}")
+    setup_logging(level=config.log_level, json_lines=config.log_json, process=f"{role}-{config.grpc_port}")
     # As in kv_transfer/engine_process.py.
     gc.disable()
     try:

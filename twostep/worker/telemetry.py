@@ -99,7 +99,7 @@ class Telemetry:
         self._gpus, self._engine_pid = GpuMeter(gpu_ids), engine.pid
         self._graph_bytes = graph_bytes
         self._worker = WorkerMetrics(self.registry, role=config.role)
-        self._server = MetricsServer.beside(self.registry, host=config.host, port=config.port, metrics_port=config.metrics_port)
+        self._server = MetricsServer.beside(self.registry, host=config.host, port=config.grpc_port, metrics_port=config.metrics_port)
         self._sampling: asyncio.Task[None] | None = None
 
     @property

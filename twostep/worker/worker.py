@@ -65,7 +65,7 @@ class Worker:
     def __init__(self, config: WorkerConfig, engine: EnginePort, secret: bytes, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> None:
         """`make_edge` makes that of `parts.config.role`, which may change. `epoch` of its first life (twostep/cluster/epochs.py). Needs a
         running event loop. Raises SetupError."""
-        self.worker_id = config.worker_id or f"{config.role}-{socket.gethostname()}-{config.port or os.getpid()}"
+        self.worker_id = config.worker_id or f"{config.role}-{socket.gethostname()}-{config.grpc_port or os.getpid()}"
         self.address = ""
         self._secret = secret
         self._secret_check = secret_check(secret)
@@ -88,7 +88,7 @@ class Worker:
         self.server = GrpcServer(
             ServerConfig(
                 host=config.host,
-                port=config.port,
+                port=config.grpc_port,
                 health_port=config.health_port,
                 tls=config.tls,
                 max_concurrent_rpcs=config.max_concurrent_rpcs,

@@ -2,7 +2,7 @@
 {{- define "twostep.autoscalerFlags" -}}
 {{- $scaling := .Values.autoscaling -}}
 {{- $flags := dict
-  "port" 50081
+  "grpc-port" 50081
   "health-port" 50082
   "metrics-port" 50083
   "interval" $scaling.intervalSeconds

@@ -3,10 +3,10 @@
 {{- $flags := dict
   "model" .Values.model.path
   "host" "0.0.0.0"
-  "port" 50051
+  "port" 8000
+  "grpc-port" 50051
   "health-port" 50052
   "metrics-port" 50053
-  "http-port" 8000
   "drain-timeout" .Values.router.drainSeconds
   "target-ttft-ms" .Values.autoscaling.slo.ttftMs
   "target-tpot-ms" .Values.autoscaling.slo.tpotMs

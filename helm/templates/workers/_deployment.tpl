@@ -6,7 +6,7 @@
 {{- $ray := eq (include "twostep.rayJoined" $root) "true" -}}
 {{- $ring := int64 (include "twostep.bytes" $root.Values.workers.sharedMemory) -}}
 {{- $store := ternary (int64 (include "twostep.bytes" $root.Values.ray.objectStore)) 0 $ray -}}
-{{- $own := dict "port" .port "health-port" (add .port 1) "metrics-port" (add .port 2) "pod-owner" .role -}}
+{{- $own := dict "grpc-port" .port "health-port" (add .port 1) "metrics-port" (add .port 2) "pod-owner" .role -}}
 {{- if gt (int $values.gpus) 1 }}{{ $_ := set $own "tensor-parallel-size" $values.gpus }}{{ end -}}
 {{- $flags := merge (deepCopy $values.flags) $own (include "twostep.workerFlags" $component | fromYaml) -}}
 {{- $replicas := include "twostep.givenReplicas" $values -}}
