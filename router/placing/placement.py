@@ -381,8 +381,8 @@ def _tie(request_id: str, worker_id: str) -> int:
 
 
 _FOR_EMBEDDINGS = (
-    "workers with --fixed-roles that decode make no embeddings: start a prefill worker, or one with both roles (without --fixed-roles), or "
-    "repeat the request later"
+    "decode workers with --fixed-roles or --no-local-prefill make no embeddings: start a prefill worker, or one with both roles (without "
+    "these flags), or repeat the request later"
 )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from loads import answered, kill_under_load
@@ -20,6 +22,14 @@ def test_an_aggregated_system_gives_the_oracle_s_tokens_without_ray(aggregated: 
     assert set(answered(aggregated, oracle, seed=7)) == {"none"}
     assert aggregated.pids_of_program("raylet") == []
     aggregated.check_empty()
+
+
+def test_an_aggregated_system_embeds(aggregated: System) -> None:
+    asked = Request(f"{aggregated.http_url}/v1/embeddings", b'{"input": ["Say hello.", "Say no."]}', {"Content-Type": "application/json"})
+    with urlopen(asked, timeout=60) as answer:
+        vectors = [each["embedding"] for each in json.load(answer)["data"]]
+    assert [round(sum(x * x for x in vector), 3) for vector in vectors] == [1.0, 1.0]
+    assert vectors[0] != vectors[1]
 
 
 def test_another_worker_goes_on_where_a_killed_one_was(aggregated: System, oracle: Oracle) -> None:

@@ -18,9 +18,11 @@ from worker_harness import (
     held_pair,
     local_transports,
     prompt_of,
+    read_to_end,
     refused,
     routed,
     started,
+    turned,
     until,
 )
 
@@ -28,7 +30,9 @@ from decode_worker.sequences import Sequences
 from kv_transfer.local.transport import LocalHub
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted
-from twostep.rpc.v1 import decode_pb2, inference_pb2
+from twostep.pooling import PoolingParams
+from twostep.rpc.convert import pooling_to_proto
+from twostep.rpc.v1 import decode_pb2, inference_pb2, prefill_pb2
 from twostep.worker.edge import EdgeParts
 
 Code = grpc.StatusCode
@@ -127,11 +131,17 @@ async def test_no_kv_transport_is_needed_for_it(redis_url: str) -> None:
     def none_on_decode(parts: EdgeParts) -> Transports:
         return Transports([]) if parts.config.kv_transfer == "none" else make(parts)
 
-    without = {"kv_transfer": "none"}
-    async with started(redis_url, make_transports=none_on_decode, decode_options=without) as pair, routed(pair) as router:
+    without = {"kv_transfer": "none", "fixed_roles": False}
+    async with (
+        started(redis_url, make_transports=none_on_decode, decode_options=without) as pair,
+        turned(pair) as back,
+        routed(pair) as router,
+    ):
         record = pair.decode_worker.record()
-        assert (record.ready, record.transports, record.local_prefill) == (True, (), True)
+        assert (record.ready, record.transports, record.local_prefill, record.both_roles) == (True, (), True, True)
         (await router.generate_here("r", PROMPT, 10)).check(PROMPT, 10)
+        prompt = prefill_pb2.PrefillRequest(**RouterDouble.request("e", PROMPT, 1), pooling=pooling_to_proto(PoolingParams()))
+        assert (await read_to_end(back.prefill.Embed(prompt, timeout=WAIT_S)))[-1].HasField("pooled")
 
 
 # ---- classes: batch work gives its blocks to a reservation within one call -----------------------------------------------------

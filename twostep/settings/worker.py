@@ -200,7 +200,7 @@ class WorkerSettings(TracedServiceSettings):
     @property
     def both_roles(self) -> bool:
         """Returns whether it takes work of either role, whichever it is for."""
-        return self.local_prefill and not self.fixed_roles and self.kv_transfer != "none"
+        return self.local_prefill and not self.fixed_roles
 
     @property
     def dummy_weights(self) -> bool:
