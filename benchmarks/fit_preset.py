@@ -1,7 +1,7 @@
 """Fits a preset's step curves to measured steps, so that `twostep plan` reckons with what was measured.
 
     python benchmarks/fit_preset.py twostep/lab/plan/presets/h200-llama-3.1-8b-graphs.json
-    python benchmarks/fit_preset.py FILE --steps steps.jsonl --source "benchmarks/RESULTS.md, GPU: steps as graphs"
+    python benchmarks/fit_preset.py FILE --steps steps.jsonl --source "benchmarks/RESULTS.md at 4cb3be0b, GPU: steps as graphs"
 
 `steps.jsonl` has a measured step a line, {"prompt_tokens": 192, "pairs": 18432, "decodes": 128, "context": 150272, "ms": 13.5}, of which
 `pairs` (else those of a fresh prompt) and what is 0 may be left out. They replace the preset's steps of the same work. Steps of decodes
