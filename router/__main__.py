@@ -16,7 +16,7 @@ from twostep.process.log import setup_logging
 from twostep.process.ports import check_ports
 from twostep.process.startup import process_start, start_up
 from twostep.rpc import event_loop
-from twostep.rpc.lifecycle import stop_event
+from twostep.rpc.lifecycle import stop_event, watch_loop
 
 log = logging.getLogger("router")
 
@@ -25,6 +25,7 @@ async def _serve(config: RouterConfig) -> None:
     stop = stop_event(config.drain_timeout)
     router = Router(config)
     await router.start()
+    watching = asyncio.create_task(watch_loop(stop, config.hung_after, router.alive))
     await router.warm()
     asked = [asyncio.create_task(event.wait()) for event in (stop, router.drain_asked)]
     await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
@@ -32,6 +33,7 @@ async def _serve(config: RouterConfig) -> None:
         # As a supervisor asks for it, so that there is one way out.
         signal.raise_signal(signal.SIGTERM)
         await stop.wait()
+    watching.cancel()
     await router.drain(config.drain_timeout)
     log.info("drained")
 

@@ -246,7 +246,7 @@ class Router:
             max_connections=config.max_connections,
             compression=compression_of(config.grpc_compression),
         )
-        server = GrpcServer(server_config, alive=self._alive, admit=[KeyGate(self.access).admit])
+        server = GrpcServer(server_config, alive=self.alive, admit=[KeyGate(self.access).admit])
         service = InferenceService(self.inference, self.access)
         server.add(service, inference_pb2_grpc.add_InferenceServicer_to_server, "twostep.v1.Inference")
         server.add(StatusService(self.board), status_pb2_grpc.add_StatusServicer_to_server, "twostep.v1.Status")
@@ -266,7 +266,7 @@ class Router:
             book=self.book,
             trace_url=config.trace_url,
             admin_key=self._admin_key,
-            alive=self._alive,
+            alive=self.alive,
             ready=self._ready,
             started_unix_s=int(time.time()),
             max_body_bytes=config.max_body_bytes,
@@ -423,7 +423,8 @@ class Router:
     def _ready(self) -> bool:
         return self._able and not self._draining
 
-    def _alive(self) -> bool:
+    def alive(self) -> bool:
+        """Returns whether the event loop turns and all tasks that keep the router going still run."""
         return time.monotonic() - self._last_tick < _STUCK_S
 
     def _num_waiting(self) -> int:
@@ -455,7 +456,7 @@ class Router:
 
         def ended(done: asyncio.Task[None]) -> None:
             if not done.cancelled():
-                log.error("a task that keeps the router going has ended; restart the router", exc_info=done.exception())
+                log.error("a task that keeps the router going has ended: the router is to be restarted", exc_info=done.exception())
                 self._last_tick = float("-inf")
 
         task.add_done_callback(ended)

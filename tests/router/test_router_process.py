@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fakes import Cluster, Reply, Script, until
 
 from twostep.local.ports import free_ports
+from twostep.local.supervisor import Component, Observer, Supervisor
 from twostep.rpc.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -33,7 +35,8 @@ def free_port() -> int:
         return port
 
 
-async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:
+def command(cluster: Cluster, *words: str) -> tuple[str, ...]:
+    """`words`: what Python runs, and flags of its own."""
     settings = {
         "host": "127.0.0.1",
         "port": "0",
@@ -42,8 +45,11 @@ async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:
         "secret-file": str(cluster.secret_file),
         "redis-url": cluster.redis_server.url,
     }
-    argv = ["-P", "-m", "router", *(f"--{name}={value}" for name, value in settings.items()), *flags]
-    return await asyncio.create_subprocess_exec(sys.executable, *argv, stderr=asyncio.subprocess.PIPE)
+    return (sys.executable, "-P", *words, *(f"--{name}={value}" for name, value in settings.items()))
+
+
+async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(*command(cluster, "-m", "router", *flags), stderr=asyncio.subprocess.PIPE)
 
 
 @asynccontextmanager
@@ -87,6 +93,37 @@ async def refused(stub: inference_pb2_grpc.InferenceAsyncStub) -> grpc.StatusCod
             except grpc.aio.AioRpcError as error:
                 return error.code()
             await asyncio.sleep(0.01)
+
+
+# A router that hangs when it is told so.
+HANGING = """
+import signal, sys, time
+from router.__main__ import main
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000))
+sys.exit(main())
+"""
+
+
+@pytest.mark.system
+async def test_a_hung_router_is_started_again_on_its_port(cluster: Cluster, tmp_path: Path) -> None:
+    port = free_port()
+    told: list[str] = []
+
+    async def ready() -> bool:
+        return await health(port + 1, "liveness") is True
+
+    flags = ("--hung-after", "1", "--port", str(port))
+    router = Component(name="router", argv=command(cluster, "-c", HANGING, *flags), env=dict(os.environ), ready=ready)
+    supervisor = Supervisor([router], run_dir=tmp_path, observer=Observer(told.append))
+    try:
+        await supervisor.start()
+        pid = supervisor.pid_of("router")
+        assert pid is not None
+        os.kill(pid, signal.SIGUSR1)
+        await until(lambda: sum(": ready" in line for line in told) == 2, "the supervisor has started it again")
+    finally:
+        await supervisor.stop()
+    assert "<lambda>" in supervisor.log_of("router").read_text(), "where it hung"
 
 
 @pytest.mark.system

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 
@@ -11,7 +12,7 @@ from twostep.errors import SetupError
 from twostep.process.log import setup_logging
 from twostep.process.ports import check_ports
 from twostep.rpc import event_loop
-from twostep.rpc.lifecycle import stop_event
+from twostep.rpc.lifecycle import stop_event, watch_loop
 
 log = logging.getLogger("autoscaler")
 
@@ -23,7 +24,9 @@ async def _serve(config: AutoscalerConfig) -> None:
     stop = stop_event(_GRACE_S)
     autoscaler = Autoscaler(config)
     await autoscaler.start()
+    watching = asyncio.create_task(watch_loop(stop, config.hung_after))
     await stop.wait()
+    watching.cancel()
     await autoscaler.drain(_GRACE_S)
     log.info("drained")
 

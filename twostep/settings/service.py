@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from twostep.settings.readers import OPTIONAL_PORT
+from twostep.settings.readers import OPTIONAL_PORT, SECONDS_OR_NONE
 from twostep.settings.table import Rule, Settings, group, setting
 from twostep.settings.tls import PLAINTEXT, TlsFiles
 
@@ -66,6 +66,12 @@ class ServiceSettings(LogSettings):
     host: str = setting("0.0.0.0", "address to listen on")
     health_port: int | None = setting(None, "plaintext health-only port; the gRPC port + 1 if not given, -1 for none", OPTIONAL_PORT)
     metrics_port: int | None = setting(None, "plaintext HTTP, GET /metrics; the gRPC port + 2 if not given, -1 for none", OPTIONAL_PORT)
+    hung_after: float = setting(
+        30.0,
+        "seconds without progress of the event loop after which the process exits, for its supervisor to start it again; start-up does not "
+        "count; 0: never",
+        SECONDS_OR_NONE,
+    )
     tls: TlsFiles = group(PLAINTEXT)
 
     RULES: ClassVar[tuple[Rule, ...]] = (

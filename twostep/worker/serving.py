@@ -16,7 +16,7 @@ from twostep.cluster.epochs import first_epoch
 from twostep.process.startup import StartUp
 from twostep.rpc import event_loop
 from twostep.rpc.collector import collect_in_quiet_moments
-from twostep.rpc.lifecycle import stop_event
+from twostep.rpc.lifecycle import stop_event, watch_loop
 from twostep.worker.config import WorkerConfig
 from twostep.worker.edge import Edge, EdgeParts
 from twostep.worker.engine_child import EngineChild
@@ -94,9 +94,11 @@ async def _serve(config: WorkerConfig, engine: EnginePort, secret: bytes, make_e
         failing = asyncio.create_task(worker.engine_failed.wait())
         log.info(start.finish())
         engine.serving()
+        watching = asyncio.create_task(watch_loop(stop, config.hung_after, lambda: worker.engine.alive(config.stall_timeout)))
         collecting = asyncio.create_task(collect_in_quiet_moments(lambda: worker.engine.stats().steps), name="collector")
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
         collecting.cancel()
+        watching.cancel()
         await worker.stop(config.drain_timeout if stopping.done() else 0.0)
     finally:
         stopping.cancel()
