@@ -11,6 +11,8 @@
 {{- $own := deepCopy (get $blocks .component | default dict) -}}
 {{- if has .component (list "prefill" "decode" "colocated") -}}
 {{- $pools := pick $values.workers "gpuResource" "runtimeClassName" "resourceClaims" "kernelCache" -}}
+{{- /* A pool's own claims are all that it has, [] included: claims that added up would take more devices. */}}
+{{- if hasKey $own "resourceClaims" }}{{ $pools = omit $pools "resourceClaims" }}{{ end -}}
 {{- $own = include "twostep.over" (list $own $pools) | fromYaml -}}
 {{- else if has .component (list "make-secrets" "make-tls" "test") -}}
 {{- $own = pick $values.router "nodeSelector" "tolerations" -}}
@@ -22,13 +24,78 @@
 {{- include "twostep.over" (list $own (merge (dict "labels" dict "annotations" dict "podLabels" dict "podAnnotations" dict) $all)) -}}
 {{- end -}}
 
-{{/* list of two maps: the first over the second, as YAML. Of lists, those of the second come first; an empty text takes the second's. */}}
+{{/* The lists whose elements the API server tells apart by fields: by which (x-kubernetes-list-map-keys). */}}
+{{- define "twostep.listKeys" -}}
+env: [name]
+extraVolumes: [name]
+extraVolumeMounts: [mountPath]
+extraContainers: [name]
+extraInitContainers: [name]
+topologySpreadConstraints: [topologyKey, whenUnsatisfiable]
+{{- end -}}
+
+{{/* list of two maps: the first over the second, as YAML. An empty text takes the second's. Lists are joined, the second's first; of elements
+     with the same key the first map's stays. */}}
 {{- define "twostep.over" -}}
 {{- $own := deepCopy (first .) -}}
+{{- $keys := include "twostep.listKeys" . | fromYaml -}}
 {{- range $name, $below := last . -}}
-{{- if and $below (kindIs "slice" $below) }}{{ $_ := set $own $name (concat $below (get $own $name | default list)) }}{{ end -}}
+{{- if kindIs "slice" $below -}}
+{{- $joined := list (concat $below (get $own $name | default list)) (get $keys $name | default list) -}}
+{{- $_ := set $own $name (include "twostep.lastOfEach" $joined | fromYamlArray) -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml (merge $own (deepCopy (last .))) -}}
+{{- end -}}
+
+{{/* list of elements and fields: of the elements that agree in these fields (none: that are the same) the last one, as YAML. */}}
+{{- define "twostep.lastOfEach" -}}
+{{- $fields := last . -}}
+{{- $kept := list -}}
+{{- $seen := dict -}}
+{{- range $element := reverse (first .) -}}
+{{- $key := ternary "" (toJson $element) (gt (len $fields) 0) -}}
+{{- range $fields }}{{ $key = printf "%s %v" $key (get $element .) }}{{ end -}}
+{{- if not (hasKey $seen $key) }}{{ $kept = prepend $kept $element }}{{ end -}}
+{{- $_ := set $seen $key true -}}
+{{- end -}}
+{{- toYaml $kept -}}
+{{- end -}}
+
+{{/* dict root, component, object: its workload's text, which is returned. Fails where a name stands twice in its pods: the API
+     server refuses that, or drops one of both at the next change. */}}
+{{- define "twostep.withUniqueNames" -}}
+{{- $workload := .object | fromYaml -}}
+{{- $pod := (dig "spec" "headGroupSpec" $workload.spec $workload).template.spec -}}
+{{- $place := get (dict "ray-head" "ray.head" "autoscaler" "autoscaling") .component | default .component -}}
+{{- $own := include "twostep.settings" . | fromYaml -}}
+{{- $given := list -}}
+{{- range concat ($own.extraContainers | default list) ($own.extraInitContainers | default list) }}{{ $given = append $given .name }}{{ end -}}
+{{- $containers := concat ($pod.initContainers | default list) $pod.containers -}}
+{{- $volumes := $pod.volumes -}}
+{{- range $workload.spec.volumeClaimTemplates }}{{ $volumes = append $volumes .metadata }}{{ end -}}
+{{- $lists := list
+  (dict "values" (printf "%s.extraContainers and extraInitContainers" $place) "key" "name" "elements" $containers)
+  (dict "values" (printf "%s.extraVolumes" $place) "key" "name" "elements" $volumes) -}}
+{{- range $container := $containers -}}
+{{- $env := ternary "model.loader.env" (printf "%s.env" $place) (eq $container.name "load-model") -}}
+{{- $mounts := printf "%s.extraVolumeMounts" $place -}}
+{{- if has $container.name $given }}{{ $env = printf "%s's env" $container.name }}{{ $mounts = printf "%s's volumeMounts" $container.name }}{{ end -}}
+{{- $lists = concat $lists (list
+  (dict "values" $env "key" "name" "elements" $container.env)
+  (dict "values" $mounts "key" "mountPath" "elements" $container.volumeMounts)) -}}
+{{- end -}}
+{{- range $list := $lists -}}
+{{- $seen := dict -}}
+{{- range $element := $list.elements -}}
+{{- $name := get $element $list.key -}}
+{{- if hasKey $seen $name -}}
+{{- fail (printf "%s: %s is there twice in the pod of %s, as %s and as %s. What the chart sets itself is changed by its own value, such as a flag (docs/helm-values.md); give everything else another name, here or in components" $list.values $name $place (get $seen $name) (toJson $element)) -}}
+{{- end -}}
+{{- $_ := set $seen $name (toJson $element) -}}
+{{- end -}}
+{{- end -}}
+{{- .object -}}
 {{- end -}}
 
 {{/* list of a map and names: what the map has of these, each as a field. */}}
@@ -65,7 +132,7 @@ labels:
 {{- $root := .root -}}
 {{- $own := include "twostep.settings" . | fromYaml -}}
 {{- $account := ternary .account (include "twostep.serviceAccountName" .) (hasKey . "account") -}}
-{{- $given := dict "serviceAccountName" $account "imagePullSecrets" $root.Values.image.pullSecrets -}}
+{{- $given := dict "serviceAccountName" $account "imagePullSecrets" (include "twostep.lastOfEach" (list $root.Values.image.pullSecrets (list "name")) | fromYamlArray) -}}
 automountServiceAccountToken: {{ .token | default false }}
 # A Service of the name twostep would otherwise set TWOSTEP_PORT, which is a flag here.
 enableServiceLinks: false

@@ -172,12 +172,14 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
+{{/* Flags of every process, as YAML. */}}
+{{- define "twostep.logFlags" -}}
+log-level: {{ .Values.logLevel }}
+log-json: {{ ternary "1" "0" .Values.logJson | quote }}
+{{- end -}}
+
 {{/* What every process of ours has. */}}
 {{- define "twostep.commonEnv" -}}
-- name: TWOSTEP_LOG_LEVEL
-  value: {{ .Values.logLevel | quote }}
-- name: TWOSTEP_LOG_JSON
-  value: {{ ternary "1" "0" .Values.logJson | quote }}
 - name: HOME
   value: /tmp
 - name: USER

@@ -200,6 +200,15 @@ def _named_by(chart: Chart) -> Iterator[tuple[str, str, str]]:
             yield "Secret", target["name"], "TriggerAuthentication"
 
 
+def shared_names(chart: Chart) -> Iterator[str]:
+    """Containers of a pod have names and ports of their own, init containers included. No list says so: `faults` cannot see it."""
+    for pod in chart.pods():
+        found = [each["name"] for each in pod.containers()]
+        yield from (f"{pod.name} has two containers {name}" for name in {name for name in found if found.count(name) > 1})
+        ports = [(port["containerPort"], port.get("protocol", "TCP")) for each in pod.containers() for port in each.get("ports", [])]
+        yield from (f"{pod.name} has two ports {port}" for port in {port for port in ports if ports.count(port) > 1})
+
+
 def resources(chart: Chart) -> Iterator[str]:
     """Memory-backed volumes fit into the limits of those who mount them; requests stay within limits; GPUs are asked for once."""
     for pod in chart.pods():
@@ -264,5 +273,5 @@ def scaling(chart: Chart) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[Chart], Iterator[str]], ...] = (
-    named, selectors, services, probes, references, resources, endings, scaling, hardened,
+    named, selectors, services, probes, references, shared_names, resources, endings, scaling, hardened,
 )  # fmt: skip

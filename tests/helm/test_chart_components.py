@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 from chart_cases import SWITCHES, extras
-from chart_checks import CHECKS
+from chart_checks import CHECKS, shared_names
 from chart_processes import processes
-from chart_render import CHART, ROOT, Chart, merged, render, run
+from chart_render import CHART, ROOT, Chart, merged, parsed, render, run
+from chart_schemas import NEWEST, faults
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from twostep.cluster.records import NO_OWNER
 
 COMPONENTS = ("router", "prefill", "decode", "colocated", "ray-head", "redis", "autoscaler")
+NUM_CASES = int(os.environ.get("TWOSTEP_CHART_CASES", "8"))
 BESIDE = merged(SWITCHES["colocated-beside-pools"], SWITCHES["autoscaling"])
 
 
@@ -41,14 +45,83 @@ def test_every_component_takes_what_is_said_of_all_and_of_itself(component: str,
     assert _has(pod.metadata["labels"], own["podLabels"])
     assert _has(pod.metadata["annotations"], own["podAnnotations"])
     main = pod.spec["containers"][0]
-    for given in (every, own):
-        assert _has(main, {"env": given["env"], "envFrom": given["envFrom"], "volumeMounts": given["extraVolumeMounts"]})
-        assert _has(pod.spec, {"volumes": given["extraVolumes"], "containers": given["extraContainers"]})
-        assert _has(pod.spec["initContainers"], given["extraInitContainers"])
+    for values in (every, own):
+        assert _has(main, {"env": values["env"], "envFrom": values["envFrom"], "volumeMounts": values["extraVolumeMounts"]})
+        assert _has(pod.spec, {"volumes": values["extraVolumes"], "containers": values["extraContainers"]})
+        assert _has(pod.spec["initContainers"], values["extraInitContainers"])
     assert pod.spec["initContainers"][0] == every["extraInitContainers"][0], "those given run before the chart's"
     named = [each for each in chart.objects if each["metadata"]["labels"].get("app.kubernetes.io/component") == component]
     for object in (each for each in named if each["kind"] != "NetworkPolicy"):
         assert _has(object["metadata"], {"labels": own["labels"], "annotations": own["annotations"]}), object["kind"]
+
+
+def _differing(name: str, number: int) -> dict[str, Any]:
+    """Returns elements with the same keys for everybody, told apart by the rest."""
+    return {
+        "env": [{"name": "PROXY", "value": name}, {"name": f"BY_{number}", "value": name}],
+        "extraVolumes": [{"name": "files", "configMap": {"name": name}}],
+        "extraVolumeMounts": [{"name": "files", "mountPath": "/srv/files", "subPath": name}],
+        "extraContainers": [{"name": "logs", "image": name}],
+        "extraInitContainers": [{"name": "before", "image": name}],
+        "topologySpreadConstraints": [{"maxSkew": number, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+        "tolerations": [{"key": "same", "operator": "Exists"}],
+    }
+
+
+@pytest.mark.parametrize("mode", ["chart", "kuberay"])
+def test_of_two_elements_of_a_name_the_components_own_stays(mode: str) -> None:
+    """API servers refuse both of them, and a client-side apply of them leaves the older one."""
+    owns = {each: _differing(each, 2) for each in COMPONENTS}
+    values = {name: owns[name] for name in ("router", "prefill", "decode", "colocated", "redis")}
+    values |= {"components": _differing("all", 1), "autoscaling": owns["autoscaler"], "ray": {"mode": mode, "head": owns["ray-head"]}}
+    chart = render(merged(BESIDE, values))
+    assert [fault for object in chart.objects for fault in faults(object, NEWEST)] == []
+    for component in COMPONENTS:
+        pod, own = chart.pod(component), owns[component]
+        main = pod.spec["containers"][0]
+        assert _has(main, {"env": own["env"], "volumeMounts": own["extraVolumeMounts"]})
+        assert {"name": "BY_1", "value": "all"} in main["env"], "what the component's own list has no element for stays"
+        assert _has(pod.spec, {"volumes": own["extraVolumes"], "containers": own["extraContainers"]})
+        assert pod.spec["initContainers"][0] == own["extraInitContainers"][0]
+        assert pod.spec["topologySpreadConstraints"] == own["topologySpreadConstraints"]
+        assert pod.spec["tolerations"].count(own["tolerations"][0]) == 1
+
+
+LISTS: dict[str, tuple[str, ...]] = {
+    "env": ("A", "B", "TWOSTEP_LOG_LEVEL", "HOME"),
+    "extraVolumes": ("a", "b", "tmp"),
+    "extraContainers": ("a", "b", "router"),
+    "extraInitContainers": ("a", "c"),
+}
+
+
+@settings(max_examples=NUM_CASES)
+@given(st.data())
+def test_any_lists_together(data: st.DataObject) -> None:
+    """Whatever names they share, no list is rendered that an API server would refuse."""
+    more: dict[str, dict[str, str]] = {"extraContainers": {"image": "x"}, "extraInitContainers": {"image": "x"}}
+    values = {
+        place: {
+            name: [{"name": each, **more.get(name, {})} for each in data.draw(st.lists(st.sampled_from(names), max_size=3))]
+            for name, names in LISTS.items()
+        }
+        for place in ("components", "router")
+    }
+    result = run(values)
+    if result.returncode:
+        assert " is there twice in the pod of " in result.stderr, result.stderr
+        return
+    chart = parsed(result.stdout)
+    assert [fault for object in chart.objects for fault in faults(object, NEWEST)] == []
+    assert list(shared_names(chart)) == []
+
+
+def test_each_component_has_a_log_level_of_its_own() -> None:
+    chart = render(
+        merged(SWITCHES["autoscaling"], {"router": {"flags": {"log-level": "debug"}}, "decode": {"flags": {"log-level": "error"}}})
+    )
+    found = {each.pod.component: each.config.log_level for each in processes(chart) if each.module != "kv_transfer.ray.node"}
+    assert found == {"router": "debug", "autoscaler": "info", "prefill": "info", "decode": "error"}
 
 
 def test_what_is_said_of_all_holds_for_hooks_where_it_can() -> None:
@@ -77,6 +150,16 @@ def _devices(chart: Chart, component: str) -> dict[str, Any]:
     found = chart.pod(component).spec["containers"][0]["resources"]
     devices = {name: number for name, number in found["limits"].items() if "/" in name}
     return devices | {name: found[name] for name in ("claims",) if name in found}
+
+
+@pytest.mark.parametrize("own", [[{"name": "large", "resourceClaimTemplateName": "two"}], []])
+def test_a_pools_own_claims_are_all_that_it_has(own: list[dict[str, str]]) -> None:
+    """Claims that added up would take the devices of both."""
+    every = [{"name": "gpus", "resourceClaimTemplateName": "one"}]
+    chart = render({"workers": {"gpuResource": "none", "resourceClaims": every}, "decode": {"resourceClaims": own, "gpus": len(own)}})
+    assert chart.pod("prefill").spec["resourceClaims"] == every
+    assert chart.pod("decode").spec.get("resourceClaims", []) == own
+    assert _devices(chart, "decode").get("claims", []) == [{"name": each["name"]} for each in own]
 
 
 def test_gpus_come_from_the_resource_or_the_claims_of_their_pool() -> None:

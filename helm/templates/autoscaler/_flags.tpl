@@ -31,5 +31,5 @@
 {{- if not $scaling.podDeletionCost -}}
 {{- $flags = set $flags "kubernetes-api" "none" -}}
 {{- end -}}
-{{- toJson (merge (deepCopy $scaling.flags) $flags) -}}
+{{- toJson (merge (deepCopy $scaling.flags) $flags (include "twostep.logFlags" . | fromYaml)) -}}
 {{- end -}}

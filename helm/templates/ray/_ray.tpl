@@ -41,6 +41,7 @@
 
 {{/* Flags of kv_transfer.ray.node that head and raylets share. */}}
 {{- define "twostep.rayNodeEnv" -}}
+{{- include "twostep.flagEnv" (dict "flags" (include "twostep.logFlags" . | fromYaml)) }}
 - name: POD_IP
   valueFrom:
     fieldRef:

@@ -21,5 +21,5 @@
 {{- if ge (int .Values.auth.adminPort) 0 }}{{ $_ := set $flags "admin-port" .Values.auth.adminPort }}{{ end -}}
 {{- if .Values.router.batches.enabled }}{{ $_ := set $flags "batch-dir" "/var/lib/twostep/batches" }}{{ end -}}
 {{- if .Values.tls.enabled }}{{ $_ := set $flags "tls-client-auth" (ternary "require" "none" .Values.tls.clientCertificates) }}{{ end -}}
-{{- toYaml (merge (deepCopy .Values.router.flags) $flags) -}}
+{{- toYaml (merge (deepCopy .Values.router.flags) $flags (include "twostep.logFlags" . | fromYaml)) -}}
 {{- end -}}

@@ -54,7 +54,7 @@ cuda_ipc{{ if $values.colocated.besidePools }},nixl{{ end }}
 {{- with $root.Values.model.architecture }}{{ $_ := set $flags "architecture" . }}{{ end -}}
 {{- with $root.Values.workers.kvRingBytes }}{{ $_ := set $flags "kv-ring-bytes" . }}{{ end -}}
 {{- if eq (include "twostep.rayJoined" $root) "true" }}{{ $_ := set $flags "ray-address" (include "twostep.rayAddress" $root) }}{{ end -}}
-{{- toYaml (merge (deepCopy $root.Values.workers.flags) $flags) -}}
+{{- toYaml (merge (deepCopy $root.Values.workers.flags) $flags (include "twostep.logFlags" $root | fromYaml)) -}}
 {{- end -}}
 
 {{/* Which pod this is. The names that others refer to come first. */}}
