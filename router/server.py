@@ -98,6 +98,7 @@ class Router:
         self._tokenizer = Tokenizer.load(config.model, self._card.eos_token_ids)
         self._chat_format = ChatFormat.of(self._card, reasoning_parser=config.reasoning_parser, tool_call_parser=config.tool_call_parser)
         log.info("chats are read with %s", self._chat_format)
+        log.info("answers end with %s", self._card.described_ends)
         if unknown := unknown_control_tokens(self._card, self._tokenizer):
             log.warning(
                 "this model's chat template writes %s, which its tokenizer does not have: the model reads them as plain text, and a client "

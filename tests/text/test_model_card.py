@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import tokenizers.models
 
 from twostep.errors import SetupError
 from twostep.text.chat_format import ChatFormat
 from twostep.text.chat_template import ChatTemplate
 from twostep.text.model_card import GenerationDefaults, ModelCard
+from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_formats.json_calls import HERMES
 
 
@@ -71,11 +74,51 @@ def test_end_tokens(tmp_path: Path, config: dict[str, Any], generation: dict[str
     assert ModelCard.load(make(tmp_path, config=config, generation_config=generation)).eos_token_ids == expected
 
 
-def test_end_token_of_the_tokenizer_where_nothing_else_names_one(tmp_path: Path) -> None:
-    tokenizer = {"added_tokens": [{"id": 4, "content": "</s>"}, {"id": 5, "content": "<pad>"}]}
-    make(tmp_path, tokenizer_config={"eos_token": {"content": "</s>"}}, tokenizer=tokenizer)
-    card = ModelCard.load(tmp_path)
-    assert (card.eos_token_ids, card.eos_token) == ({4}, "</s>")
+def with_tokenizer(model_dir: Path, *special: str, **files: Any) -> Path:
+    """`special`: the last ids of a vocabulary of 10."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(10 - len(special))}, unk_token="w0"))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+    return make(model_dir, **files)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "lstrip": False}])
+@pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
+def test_every_source_of_an_end_token_counts(tmp_path: Path, file: str, eos: Any) -> None:
+    """A fine-tune often changes the tokenizer's end alone, and keeps the config of its base model."""
+    files = {"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [3, 4]}, file: {"eos_token": eos}}
+    card = ModelCard.load(with_tokenizer(tmp_path, "<pad>", "<|im_end|>", **files))
+    assert (card.eos_token_ids, card.eos_token) == ({3, 4, 9}, "<|im_end|>")
+    sources = {end.token_id: (end.text, len(end.sources)) for end in card.end_tokens}
+    assert sources == {3: ("w3", 2), 4: ("w4", 1), 9: ("<|im_end|>", 1)}
+    for word in ("9 <|im_end|>", "config.json", "generation_config.json", "tokenizer"):
+        assert word in card.described_ends
+
+
+def test_an_end_token_that_only_the_config_of_the_tokenizer_adds(tmp_path: Path) -> None:
+    card = ModelCard.load(with_tokenizer(tmp_path, config={"vocab_size": 12}, tokenizer_config={"eos_token": "</s>"}))
+    assert card.eos_token_ids == {Tokenizer.load(tmp_path).token_id("</s>")} == {10}
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "expected"),
+    [
+        ("<|im_start|>{{ role }}\n{{ content }}<|im_end|>\n", ["<|im_start|>", "<|im_end|>"], {3, 9}),
+        ("{{ content }}<|eot_id|>", ["<|eot_id|>", "<|eom_id|>"], {3, 8}),
+        ("{{ content }}<end_of_turn>", ["<end_of_turn>"], {3, 9}),
+        # The tokenizer has no such token: the model cannot have learned to write it as one.
+        ("{{ content }}<|im_end|>", ["<pad>"], {3}),
+        ("{{ content }}", ["<|im_end|>"], {3}),
+        # A harmony message ends with <|end|>, and its answer goes on.
+        ("<|channel|>final<|message|>{{ content }}<|end|>", ["<|end|>", "<|return|>", "<|call|>"], {3, 8, 9}),
+    ],
+)
+def test_what_the_chat_template_ends_turns_with_ends_an_answer(
+    tmp_path: Path, template: str, special: list[str], expected: set[int]
+) -> None:
+    """Base models are published with a chat template whose end of turn no file calls an end."""
+    files = {"config": {"eos_token_id": 3}, "tokenizer_config": {"chat_template": template}}
+    assert ModelCard.load(with_tokenizer(tmp_path, *special, **files)).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(

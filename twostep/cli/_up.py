@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import shutil
 import sys
@@ -15,6 +16,7 @@ from twostep.settings.reading import Given, gather
 from twostep.settings.router import DEFAULT_GRPC_PORT
 from twostep.settings.table import switched
 from twostep.settings.up import ALL
+from twostep.text.model_card import ModelCard
 
 
 def say(line: str) -> None:
@@ -62,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
         if options.aggregated:
             workers = f"aggregated, {options.decode} worker{'s' if options.decode > 1 else ''}"
         say(f"Serving {system.plan.model_name} at {system.target}: {workers}.")
+        # A large tokenizer takes a while to read; Ctrl-C has to work meanwhile.
+        card = await asyncio.to_thread(ModelCard.load, system.plan.model_dir, options.worker.architecture)
+        say(f"Answers end with {card.described_ends}.")
         target = "" if system.plan.grpc_port == DEFAULT_GRPC_PORT else f" --target {system.target}"
         if options.asks_for_keys:
             say("The router asks for an API key; give the commands below one of yours: export TWOSTEP_API_KEY=...")

@@ -8,16 +8,23 @@ from typing import Any
 
 from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.context import context_of
-from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, MAX_VOCAB_SIZE, read_optional_json, read_text
+from twostep.checkpoint.directory import MAX_VOCAB_SIZE, read_optional_json, read_text
 from twostep.checkpoint.usual_keys import WITH_ENCODER, kind_of
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import SamplingParams
+from twostep.text.tokenizer_files import read_tokenizer
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # The longest there are have 30,000 characters.
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_EOS_IDS = 1024
 _SHOWN_CHARS = 80
+# Tokens that chat templates end a turn with. A model may have learned them from chats while its config names another end.
+_TURN_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|end|>"
+)  # fmt: skip
+# Harmony ends a message with <|end|>; the answer goes on with the next one.
+_HARMONY_SIGN, _HARMONY_ENDS = "<|channel|>", ("<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +39,23 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class EndToken:
+    """A token that ends an answer. `sources`: what of the directory names it. `text` is empty if its tokenizer has no such token."""
+
+    token_id: int
+    text: str
+    sources: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.token_id} {self.text}".rstrip() + f" ({', '.join(self.sources)})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     max_model_len: int
     vocab_size: int  # rows of the embedding: ids from 0 to vocab_size - 1 are valid input
-    eos_token_ids: frozenset[int]
+    end_tokens: tuple[EndToken, ...]
     generation: GenerationDefaults
     chat_template: str | None  # Jinja source
     # What a decoder begins with that has an encoder before it, which reads the prompt; None: the decoder goes on with the prompt.
@@ -56,17 +75,25 @@ class ModelCard:
         tokenizer_config = read_optional_json(model_dir / "tokenizer_config.json")
         special_tokens = _special_tokens(tokenizer_config, read_optional_json(model_dir / "special_tokens_map.json"))
         templates = _chat_templates(model_dir, tokenizer_config)
-        eos = _ids(config, config_path) | _ids(generation, model_dir / "generation_config.json")
         return cls(
             max_model_len=context_of(config, config_path),
             vocab_size=_positive(config, "vocab_size", MAX_VOCAB_SIZE, config_path),
-            eos_token_ids=eos or _ids_of_token(model_dir, special_tokens.get("eos_token")),
+            end_tokens=_end_tokens(model_dir, config, generation, special_tokens, templates),
             generation=_defaults(generation, model_dir / "generation_config.json"),
             chat_template=templates.get("default"),
             tool_use_template=templates.get("tool_use"),
             special_tokens=special_tokens,
             decoder_start_token_id=_decoder_start(config, generation, config_path) if kind_of(config) in WITH_ENCODER else None,
         )
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset(end.token_id for end in self.end_tokens)
+
+    @property
+    def described_ends(self) -> str:
+        """Says which tokens end an answer and what names each, for the log."""
+        return ", ".join(map(str, self.end_tokens)) or "no token: the model directory names none, so that answers run to max_tokens"
 
     @property
     def bos_token(self) -> str:
@@ -105,14 +132,26 @@ def _ids(raw: dict[str, Any], path: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _ids_of_token(model_dir: Path, token: str | None) -> frozenset[int]:
-    """The id of the tokenizer's own end token: where neither JSON names one."""
-    if token is None:
-        return frozenset()
-    path = model_dir / "tokenizer.json"
-    added = read_optional_json(path, max_bytes=MAX_TOKENIZER_BYTES).get("added_tokens", [])
-    found = [entry.get("id") for entry in added if isinstance(entry, dict) and entry.get("content") == token]
-    return _ids({"eos_token_id": found}, path)
+def _end_tokens(
+    model_dir: Path, config: dict[str, Any], generation: dict[str, Any], special_tokens: dict[str, str], templates: dict[str, str]
+) -> tuple[EndToken, ...]:
+    """Returns the union of what the files name, in the order of ids. Any one file may be older than the training that made the model end
+    with another token."""
+    sources: dict[int, list[str]] = {}
+    for name, raw in (("config.json", config), ("generation_config.json", generation)):
+        for token_id in _ids(raw, model_dir / name):
+            sources.setdefault(token_id, []).append(name)
+    # Read whole, since a token may get its id only when it is added to the vocabulary.
+    tokenizer = read_tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
+    texts = "".join(templates.values())
+    turn_ends = _HARMONY_ENDS if _HARMONY_SIGN in texts else [end for end in _TURN_ENDS if end in texts]
+    named = [("the tokenizer's eos_token", special_tokens.get("eos_token")), *(("the chat template", end) for end in turn_ends)]
+    for name, token in named:
+        found = None if tokenizer is None or token is None else tokenizer.token_to_id(token)
+        if found is not None:
+            sources.setdefault(found, []).append(name)
+    texts_of = {token_id: "" if tokenizer is None else tokenizer.id_to_token(token_id) or "" for token_id in sources}
+    return tuple(EndToken(token_id, texts_of[token_id], tuple(sources[token_id])) for token_id in sorted(sources))
 
 
 def _defaults(raw: dict[str, Any], path: Path) -> GenerationDefaults:

@@ -89,7 +89,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
             f"{config.served_model_name} gives no token for any prompt in {runner.kv_shape.dtype}: its logits are not finite. Another "
             "--dtype (bfloat16, float32) may hold its values; else its files are damaged, or the device is"
         )
-    eos = frozenset[int]() if model_dir is None else ModelCard.load(model_dir, config.architecture).eos_token_ids
+    card = None if model_dir is None else ModelCard.load(model_dir, config.architecture)
     curve = None
     shape = runner.kv_shape
     log.info(
@@ -103,6 +103,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         shape.num_blocks * shape.block_bytes / (1 << 20),
         runner.max_model_len,
     )
+    if card is not None:
+        log.info("answers end with %s", card.described_ends)
     draft_runner = draft.load(shape.num_blocks) if isinstance(draft, Draft) else None
     if config.calibrate:
         progress.phase("curve")
@@ -116,7 +118,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         name=config.served_model_name,
         runner=runner,
         layout=layout_of(shape, _fingerprint(config, model_dir, runner.max_model_len)),
-        eos_token_ids=eos,
+        eos_token_ids=frozenset() if card is None else card.eos_token_ids,
         ranks=ranks,
         curve=curve,
         tokenizer_dir=model_dir,
