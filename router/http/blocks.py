@@ -9,6 +9,7 @@ An endpoint gives a Dialect, which says what each of these looks like there.
 from __future__ import annotations
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -60,6 +61,8 @@ class Dialect(ABC):
     ping: bytes
     # Events at the end tell the texts once more: they are kept until then.
     tells_again: bool
+    # The answer's text is JSON as a whole.
+    in_json = False
 
     @abstractmethod
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]: ...
@@ -83,6 +86,25 @@ class Dialect(ABC):
 
     @abstractmethod
     def whole(self, blocks: Sequence[Block], end: pb.End) -> Event: ...
+
+
+def _was_cut(block: Block, end: pb.End, *, in_json: bool) -> bool:
+    """Returns whether more would have followed in the answer's last block. A stop string ends plain text as the client wishes; elsewhere it
+    leaves a part."""
+    reason, asked = end.finish_reason, bool(end.stop_reason)
+    if reason == pb.FINISH_REASON_TOOL_CALLS or (reason == pb.FINISH_REASON_STOP and not asked):
+        return False
+    if block.kind is Kind.CALL or (block.kind is Kind.TEXT and in_json):
+        return not _is_json(str(block.text))
+    return block.kind is Kind.REASONING or reason != pb.FINISH_REASON_STOP
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _small(event: Event) -> str:
@@ -155,7 +177,7 @@ class BlockAnswer:
         self.finished = end
         events = self._opening()
         if self.blocks:
-            self.blocks[-1].cut = end.finish_reason == pb.FINISH_REASON_LENGTH
+            self.blocks[-1].cut = _was_cut(self.blocks[-1], end, in_json=self._dialect.in_json)
         self._count()
         await self._tell(chain(events, self._close(), self._last(end)))
 

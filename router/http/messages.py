@@ -104,7 +104,8 @@ class MessagesDialect(Dialect):
 
     def _stop(self, blocks: Sequence[Block], end: pb.End) -> dict[str, Any]:
         reason, found = _STOPS[finish_of(end)], None
-        if end.stop_reason in self._stop_strings:
+        # Whole calls are to be made, also where a stop string is behind them.
+        if reason != "tool_use" and end.stop_reason in self._stop_strings:
             reason, found = "stop_sequence", end.stop_reason
         return {"stop_reason": reason, "stop_sequence": found}
 

@@ -15,7 +15,7 @@ from router.http.front import Front
 from router.http.generation import HEADERS, HttpCall, respond
 from router.http.logprobs import ChatLogprobsWriter, KeptLogprobs
 from router.http.openapi import Described
-from router.http.request_bodies import JsonFormat, NamedTool, function_text
+from router.http.request_bodies import JsonFormat, JsonObjectFormat, NamedTool, function_text
 from router.http.responses_body import ResponsesBody
 from router.http.sse import KEEP_ALIVE
 from router.json_pieces import Json, small
@@ -38,7 +38,10 @@ class ResponsesGeneration(BlockGeneration[ResponsesBody]):
     def __init__(self, front: Front, body: ResponsesBody, call: HttpCall) -> None:
         super().__init__(front, body, call)
         logprobs = None if body.num_logprobs is None else ChatLogprobsWriter(self.names)
-        self.dialect = ResponsesDialect({"id": self.id, **self._request_fields()}, self.id.removeprefix("resp-"), logprobs)
+        in_json = isinstance(body.response_format, JsonFormat | JsonObjectFormat)
+        self.dialect = ResponsesDialect(
+            {"id": self.id, **self._request_fields()}, self.id.removeprefix("resp-"), logprobs, in_json=in_json, must_call=self.tools.must
+        )
 
     def _request_fields(self) -> dict[str, Any]:
         """Returns what of the request its answer repeats."""
@@ -87,9 +90,19 @@ class ResponsesDialect(Dialect):
 
     ping, tells_again = KEEP_ALIVE, True
 
-    def __init__(self, response: dict[str, Any], name: str, logprobs: ChatLogprobsWriter | None) -> None:
-        """`response`: fields that the answer always has. `name`: its items are called after it. `logprobs` None: none were asked for."""
+    def __init__(
+        self,
+        response: dict[str, Any],
+        name: str,
+        logprobs: ChatLogprobsWriter | None,
+        *,
+        in_json: bool = False,
+        must_call: bool = False,
+    ) -> None:
+        """`response`: fields that the answer always has. `name`: its items are called after it. `logprobs` None: none were asked for.
+        `in_json`, `must_call`: what the answer is held to."""
         self._response, self._name, self._logprobs = response, name, logprobs
+        self.in_json, self._must_call = in_json, must_call
         self._numbers = count()
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
@@ -128,7 +141,7 @@ class ResponsesDialect(Dialect):
         return self._event("failed", response=self._response_with("failed", error={"code": code, "message": body["error"]["message"]}))
 
     def whole(self, blocks: Sequence[Block], end: pb.End) -> Event:
-        usage, reason = end.usage, _INCOMPLETE.get(finish_of(end))
+        usage, reason = end.usage, self._incomplete(blocks, end)
         return self._response_with(
             "completed" if reason is None else "incomplete",
             incomplete_details=None if reason is None else {"reason": reason},
@@ -141,6 +154,13 @@ class ResponsesDialect(Dialect):
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         )
+
+    def _incomplete(self, blocks: Sequence[Block], end: pb.End) -> str | None:
+        """Returns why there would be more. OpenAI's endpoint has no stop strings and no name for the third reason."""
+        finish = finish_of(end)
+        if finish == "stop" and end.stop_reason and (self._must_call or (blocks and (blocks[-1].cut or blocks[-1].kind is Kind.CALL))):
+            return "stop_sequence"
+        return _INCOMPLETE.get(finish)
 
     def _response_with(self, status: str, **others: Any) -> dict[str, Any]:
         nothing = {"error": None, "incomplete_details": None, "output": (), "usage": None}

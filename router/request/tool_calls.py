@@ -45,7 +45,8 @@ class CallTaker:
             response = pb.GenerateResponse(piece=pb.Piece(position=self._answer.num_tokens))
             _add_events(response.piece, events)
             await self._write(response)
-        calls = finish.reason == pb.FINISH_REASON_STOP and self._parser.num_calls
+        # A client makes the calls of an answer that ends so: half a call must not pass for one.
+        calls = finish.reason == pb.FINISH_REASON_STOP and self._parser.num_calls and not self._parser.unfinished
         return Finish(pb.FINISH_REASON_TOOL_CALLS, finish.stop_reason) if calls else finish
 
 

@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
-from http_fakes import CHAT, open_client, served, told
+from http_fakes import CHAT, open_client, served, streamed, told
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from router_fakes import Cluster, RedisServer
-from test_http_tools import CALLS, TEMPLATE, THOUGHT, answer_with, model_dir, prompt_of
+from test_http_tools import CALLS, TEMPLATE, THOUGHT, answer_with, model_dir, prompt_of, tool_request
+from test_http_tools import TOOLS as CHAT_TOOLS
 
 from router.http.blocks import BlockAnswer, Dialect
 from router.http.choices import AnswerOptions
@@ -42,6 +43,7 @@ CITIES = [("weather", {"city": "größer 🙂"}), ("time", {"city": "Rome"})]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 # Thought, text and calls.
 EVERYTHING = f"{THOUGHT.partition('</think>')[0]}</think>\n\n{CALLS}"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "größer"}}\n</tool_call>'
 REASONING = "They ask, größtenteils 🙂, again."
 
 
@@ -229,6 +231,75 @@ async def test_how_answers_end(hermes: Cluster) -> None:
             assert (await stream(http, MESSAGES, **fields))[-2]["delta"] == {"stop_reason": stop[0], "stop_sequence": stop[1]}
 
 
+@pytest.mark.parametrize(
+    ("answer", "stop", "fields", "whole_calls", "cut"),
+    [
+        ("I look.\n" + CALL, '"weather', {}, 0, False),
+        (CALL, '"weather', {"tool_choice": "required"}, 0, True),
+        (CALL, "größer", {}, 0, True),
+        (CALL, "größer", {"tool_choice": "required"}, 0, True),
+        (CALL + CALL.replace("weather", "time"), '"time', {}, 1, True),
+        (CALL + CALL.replace("größer", "Rome"), "Rome", {"tool_choice": "required"}, 1, True),
+        # The call is whole.
+        (CALL, "</tool_call>", {}, 1, False),
+        (CALL + "\nIt rains.", "rains", {}, 1, False),
+    ],
+)
+async def test_a_stop_string_in_a_call_is_no_finished_call(
+    hermes: Cluster, answer: str, stop: str, fields: dict[str, Any], whole_calls: int, cut: bool
+) -> None:
+    answer_with(hermes, answer)
+    calls = whole_calls > 0 and not cut
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "tools": CHAT_TOOLS, "stop": stop}
+    chat |= fields
+    async with served(hermes) as http:
+        (choice,) = (await told(http, CHAT, chat))["choices"]
+        ended = await streamed(http, CHAT, chat)
+        response = await post(http, RESPONSES, tools=OPENAI_TOOLS, max_output_tokens=200, stop=stop, **fields)
+        response_events = await stream(http, RESPONSES, tools=OPENAI_TOOLS, max_output_tokens=200, stop=stop, **fields)
+        of_messages = {"tools": TOOLS, "stop_sequences": [stop]} | ({"tool_choice": {"type": "any"}} if fields else {})
+        message = await post(http, MESSAGES, **of_messages)
+        message_events = await stream(http, MESSAGES, **of_messages)
+        request = tool_request(**fields)
+        request.sampling.stop.append(stop)
+        end = (await hermes.ask(request)).end
+    assert end is not None
+    finish = ("tool_calls" if calls else "stop", stop)
+    assert [(each["finish_reason"], each["stop_reason"]) for each in (choice, ended[-1]["choices"][0])] == [finish] * 2
+    assert (end.finish_reason, end.stop_reason) == (pb.FINISH_REASON_TOOL_CALLS if calls else pb.FINISH_REASON_STOP, stop)
+    status, details = ("incomplete", {"reason": "stop_sequence"}) if cut else ("completed", None)
+    assert response_events[-1]["type"] == f"response.{status}"
+    for each in (response, response_events[-1]["response"]):
+        assert (each["status"], each["incomplete_details"]) == (status, details)
+        called = [item for item in each["output"] if item["type"] == "function_call"]
+        assert [item["status"] for item in called][:whole_calls] == ["completed"] * whole_calls
+        assert {item["status"] for item in called[whole_calls:]} <= {"incomplete"}
+    stopped = {"stop_reason": "tool_use", "stop_sequence": None} if calls else {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    assert {name: message[name] for name in stopped} == message_events[-2]["delta"] == stopped
+
+
+@pytest.mark.parametrize(
+    ("answer", "stop", "fields", "status"),
+    [
+        ("<think>\nThey ask.\n</think>\n\nIt rains.", "ask", {}, "incomplete"),
+        ("<think>\nThey ask.\n</think>\n\nIt rains.", "rains", {}, "completed"),
+        ('{"city": "Rome"}', "Rome", {"text": {"format": {"type": "json_object"}}}, "incomplete"),
+        ('{"city": "Rome"}', "never", {"text": {"format": {"type": "json_object"}}}, "completed"),
+    ],
+)
+async def test_a_stop_string_leaves_a_part_of_a_response(
+    hermes: Cluster, answer: str, stop: str, fields: dict[str, Any], status: str
+) -> None:
+    """Of reasoning, and of JSON. Plain text ends there as the client wishes."""
+    answer_with(hermes, answer)
+    async with served(hermes) as http:
+        whole = await post(http, RESPONSES, max_output_tokens=200, stop=stop, **fields)
+        last = (await stream(http, RESPONSES, max_output_tokens=200, stop=stop, **fields))[-1]
+    for found in (whole, last["response"]):
+        assert (found["status"], found["output"][-1]["status"]) == (status, status)
+        assert found["incomplete_details"] == ({"reason": "stop_sequence"} if status == "incomplete" else None)
+
+
 async def test_log_probabilities_of_a_response(hermes: Cluster) -> None:
     answer_with(hermes, THOUGHT)
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "max_output_tokens": 200}
@@ -349,9 +420,6 @@ async def test_schemas_are_read_strictly_unless_the_client_says_otherwise(hermes
             await hermes.ask(request)
             for asked_of in hermes.prefills[0].requests[-5:]:
                 assert ("additionalProperties" not in str(asked_of.sampling.grammar)) == is_open
-
-
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "größer"}}\n</tool_call>'
 
 
 @given(

@@ -362,6 +362,32 @@ def test_nothing_of_a_call_that_is_cut_off_is_content(format: ToolCallFormat, an
     assert [(name, arguments) for _, name, arguments in found.calls] == whole
 
 
+@pytest.mark.parametrize(("format", "answer"), ANSWERS)
+@pytest.mark.parametrize("must", [True, False])
+def test_an_answer_is_unfinished_where_a_call_is(format: ToolCallFormat, answer: str, must: bool) -> None:
+    whole = [("f", '{"a": "}"}'), ("g", "{}")]
+    for parallel, expected in ((True, whole), (False, whole[:1])):
+        states = []
+        for end in range(len(answer) + 1):
+            parser = ToolCallParser(format, functions=dict.fromkeys("fg", lambda: SCHEMA), parallel=parallel, must=must)
+            parser.push(answer[:end])
+            parser.finish(cut=True)
+            states.append(parser.unfinished)
+            found = [(name, arguments) for _, name, arguments in read(format, [answer[:end]], names=("f", "g"), parallel=parallel,
+                                                                     must=must, cut_off=True).calls]  # fmt: skip
+            if found and not parser.unfinished:
+                assert found == expected[: len(found)], answer[:end]
+            if found != expected[: len(found)]:
+                assert parser.unfinished, answer[:end]
+        assert not states[-1]
+        # It is finished between two calls, and in none.
+        assert 1 <= sum(before and not after for before, after in pairwise(states)) <= len(expected) + 1
+        parser = ToolCallParser(format, must=must)
+        parser.push(answer[: states.index(True)])
+        parser.finish()
+        assert not parser.unfinished, "the model ended by itself"
+
+
 @pytest.mark.parametrize(
     ("format", "text", "content", "calls"),
     [

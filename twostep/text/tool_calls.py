@@ -71,6 +71,11 @@ class ToolCallParser:
         """Given out so far."""
         return self._reader.num_calls
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the answer was cut off in a call. Known after `finish`."""
+        return self._reader.unfinished
+
     def push(self, text: str) -> list[Event]:
         """Takes the next piece of the answer, returns what is certain."""
         if not text:

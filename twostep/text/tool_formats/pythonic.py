@@ -56,7 +56,7 @@ def _call(reader: ToolCallReader, tagged: bool) -> Reading:
             break
         reader.release()
     if not reader.cut_in_call:
-        reader.argue("{}" if before == "{" else "}")
+        reader.end_call("{}" if before == "{" else "}")
     yield from reader.follows(")")
 
 

@@ -55,6 +55,9 @@ class ToolCallReader:
         self._certain = False  # what follows the mark is a call, as far as it goes
         self._ended = False
         self.cut_in_call = False
+        self._call_open = False  # the arguments of a call that counts have begun, and not ended
+        # The answer was cut off in a call. Known once it has ended.
+        self.unfinished = False
         self._events: list[Event] = []
         # White space that is dropped if it turns out to stand next to a call.
         self._space: list[str] = []
@@ -72,7 +75,14 @@ class ToolCallReader:
     def end(self, *, cut: bool = False, must: bool = False) -> None:
         """`cut`: more would have followed. `must`: there is nothing but calls."""
         self._ended = True
-        if cut and (must or self._num_found or (self._mark is not None and self._certain)):
+        if not cut:
+            return
+        held = "" if self._mark is None else self._text[self._mark :]
+        nothing_but_calls = must or self._num_found > 0
+        begun = bool(held) and (self._certain or (nothing_but_calls and not held.isspace()))
+        another_counts = self._parallel or not self._num_found
+        self.unfinished = self._call_open or (begun and another_counts)
+        if nothing_but_calls or (held and self._certain):
             self.cut_in_call = True
             self._text = self._text[: self._at if self._mark is None else self._mark]
 
@@ -264,11 +274,17 @@ class ToolCallReader:
         if self._wanted:
             self._events.append(CallBegun(self.num_calls, self._new_id(), name))
             self.num_calls += 1
+            self._call_open = True
 
     def argue(self, text: str) -> None:
         """More of the arguments of the call that has begun."""
         if text and self._wanted:
             self._events.append(CallArguments(self.num_calls - 1, text))
+
+    def end_call(self, text: str = "") -> None:
+        """The last of the arguments: the call can be made."""
+        self.argue(text)
+        self._call_open = False
 
     @property
     def _wanted(self) -> bool:
@@ -328,6 +344,8 @@ class ToolCallReader:
                 at = brackets.scan(self._text, self._at)
                 self.argue(self._text[self._at : at])
                 self._at = at
+            if brackets.closed:
+                self.end_call()
             return
         if char == '"':
             text = yield from self.string()
@@ -337,7 +355,7 @@ class ToolCallReader:
             raise NoCall
         self.begin_call(name)
         self.release()
-        self.argue(text or "{}")
+        self.end_call(text or "{}")
 
     def call_object(self, *, bare: bool) -> Reading:
         """{"name": "f", "arguments": {...}}, in any order and with other keys. `bare`: nothing but what is in it tells that it is a call.
@@ -391,7 +409,7 @@ class ToolCallReader:
                 raise NoCall
             self.begin_call(name)
             self.release()
-            self.argue(held or "{}")
+            self.end_call(held or "{}")
 
     def call_list(self, read: Callable[[], Reading]) -> Reading:
         """[..., ...], each of which `read` reads. Raises NoCall, only before the first call has begun."""

@@ -73,7 +73,7 @@ class _Tags:
             yield from self._value(reader, types.of(key))
             before = ", "
         if not reader.cut_in_call:
-            reader.argue("{}" if before == "{" else "}")
+            reader.end_call("{}" if before == "{" else "}")
         yield from reader.follows(self.end)
 
     def _key(self, reader: ToolCallReader) -> Read:
