@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -35,8 +35,8 @@ def free_port() -> int:
         return port
 
 
-def command(cluster: Cluster, *words: str) -> tuple[str, ...]:
-    """`words`: what Python runs, and flags of its own."""
+def command(cluster: Cluster, *flags: str, runs: Sequence[str] = ("-m", "router")) -> tuple[str, ...]:
+    """`runs`: what Python runs."""
     settings = {
         "host": "127.0.0.1",
         "port": "0",
@@ -45,11 +45,11 @@ def command(cluster: Cluster, *words: str) -> tuple[str, ...]:
         "secret-file": str(cluster.secret_file),
         "redis-url": cluster.redis_server.url,
     }
-    return (sys.executable, "-P", *words, *(f"--{name}={value}" for name, value in settings.items()))
+    return (sys.executable, "-P", *runs, *(f"--{name}={value}" for name, value in settings.items()), *flags)
 
 
 async def start(cluster: Cluster, *flags: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(*command(cluster, "-m", "router", *flags), stderr=asyncio.subprocess.PIPE)
+    return await asyncio.create_subprocess_exec(*command(cluster, *flags), stderr=asyncio.subprocess.PIPE)
 
 
 @asynccontextmanager
@@ -112,8 +112,8 @@ async def test_a_hung_router_is_started_again_on_its_port(cluster: Cluster, tmp_
     async def ready() -> bool:
         return await health(port + 1, "liveness") is True
 
-    flags = ("--hung-after", "1", "--port", str(port))
-    router = Component(name="router", argv=command(cluster, "-c", HANGING, *flags), env=dict(os.environ), ready=ready)
+    flags = ("--hung-after", "1", "--grpc-port", str(port))
+    router = Component(name="router", argv=command(cluster, *flags, runs=("-c", HANGING)), env=dict(os.environ), ready=ready)
     supervisor = Supervisor([router], run_dir=tmp_path, observer=Observer(told.append))
     try:
         await supervisor.start()
