@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
@@ -47,6 +48,21 @@ def _only_once(patch_lang):
 
 
 interpreter._patch_lang = _only_once(interpreter._patch_lang)
+
+def _to_nearest(cast):
+    """Triton 3.6 cuts a float32 off where it becomes a bfloat16; GPUs round to the nearest, ties to even."""
+
+    def cast_impl(builder, src, dst_type):
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return cast(builder, src, dst_type)
+        bits = np.ascontiguousarray(src.data, np.float32).view(np.uint32)
+        rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+        return interpreter.TensorHandle(np.where(np.isnan(src.data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
+
+    return cast_impl
+
+
+interpreter.InterpreterBuilder.cast_impl = _to_nearest(interpreter.InterpreterBuilder.cast_impl)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()

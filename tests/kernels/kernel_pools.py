@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attention_oracle import Rounding, unit
 
 from twostep.engine.batch import KvShape
 from twostep.model.step.kv_cache import KvCache
@@ -13,10 +14,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def tolerance(dtype: torch.dtype) -> dict[str, Any]:
-    """A few roundings of one value."""
-    step = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+def tolerance(dtype: torch.dtype, *, roundings: int = 1) -> dict[str, Any]:
+    """Of numbers about as large as 1, rounded so many times to the format, behind a float32 sum."""
+    step = roundings * unit(dtype) + 32 * unit(torch.float32)
     return {"rtol": step, "atol": step}
+
+
+def decode_rounding(cache: KvCache, query: torch.dtype) -> Rounding:
+    """Returns what decode attention rounds: over quantized blocks, queries and weights to float16, which holds a bfloat16's digits. Through
+    the interpreter all but queries stays in float32."""
+    products = torch.float16 if cache.quantized is not None else cache.dtype
+    queries = torch.float16 if cache.quantized is not None and query == torch.float32 else None
+    return Rounding(queries=queries, weights=products if DEVICE == "cuda" else None)
 
 
 def poisoned_pool(dtype: torch.dtype, *, quantization: str = "none", **sizes: int) -> KvCache:

@@ -4,13 +4,14 @@ which that cannot run, is under test on a Hopper GPU only."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_oracle import paged_attention
+from attention_oracle import Rounding, assert_attends
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_pools import DEVICE, DTYPES, poisoned_pool, some_sinks
@@ -71,8 +72,9 @@ def check(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: bool = False,
+    spoil: Callable[[KvCache, np.ndarray], None] | None = None,
 ) -> None:
-    """`num_programs`: of the Hopper kernel; 0: the portable kernel."""
+    """`num_programs`: of the Hopper kernel; 0: the portable kernel. `spoil` changes the pool or the tables behind the kernel's back."""
     lengths = [context + count for context, count in chunks]
     num_blocks = sum(-(-n // block_size) for n in lengths) + 3
     sizes = {"num_blocks": num_blocks, "num_layers": 2, "num_kv_heads": num_kv_heads, "block_size": block_size, "head_dim": head_dim}
@@ -109,13 +111,32 @@ def check(
     else:
         tiles = upload(plan_tiles(counts, np.array(lengths), shape.num_rows // share))
         prefill_attention(qkv, out, cache, 1, num_heads=num_heads, tiles=tiles, shape=shape, window=window, **inputs, **logits)
+    if spoil is not None:
+        spoil(cache, tables)
+    # Through the interpreter, all is multiplied in float32.
+    products = dtype if DEVICE == "cuda" else None
+    rounding = Rounding(weights=products, keys_and_values=None if cache.quantized is None else products)
     for s, (context, count) in enumerate(chunks):
         part = slice(int(starts[s]), int(starts[s]) + count)
         query = qkv[part, : num_heads * head_dim].view(count, num_heads, head_dim)
-        want = paged_attention(query, cache, 1, torch.from_numpy(tables[s]).to(DEVICE), context + count, window=window, **logits)
-        got = out[part].double().view(want.shape)
-        error = float((got - want).norm() / want.norm())
-        assert error < {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype], (s, error)
+        table = torch.from_numpy(tables[s]).to(DEVICE)
+        got = out[part].view(query.shape)
+        assert_attends(got, query, cache, 1, table, context + count, rounding=rounding, window=window, **logits)
+
+
+def _double_a_scale(cache: KvCache, tables: np.ndarray) -> None:
+    """That of the value whose key is the largest of a block."""
+    assert cache.quantized is not None
+    scales = cache.quantized.scales[int(tables[2, 1]), 1, 0]
+    scales[scales[:, 0].argmax(), 1] *= 2
+
+
+def _take_another_s_block(cache: KvCache, tables: np.ndarray) -> None:
+    tables[2, 1] = tables[1, 0]
+
+
+def _drop_a_block(cache: KvCache, tables: np.ndarray) -> None:
+    cache.tensor[int(tables[2, 3])] = 0
 
 
 FORMATS = ["fp8", "int8"]
@@ -143,6 +164,17 @@ def test_many_tiles_of_one_chunk(rows: int) -> None:
 
 def test_one_query_each_is_decode() -> None:
     check([(n, 1) for n in (0, 1, 15, 16, 63, 64, 130)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "quantization"),
+    [(_take_another_s_block, "none"), (_drop_a_block, "none"), (_drop_a_block, "int8"), (_double_a_scale, "fp8"), (_double_a_scale, "int8")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_roundings_do_not_explain_is_found(dtype: torch.dtype, spoil: Any, quantization: str) -> None:
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
+    with pytest.raises(AssertionError, match="roundings explain"):
+        check(RAGGED, **shape, dtype=dtype, quantization=quantization, spoil=spoil)
 
 
 @pytest.mark.parametrize("window", [1, 16, 40])

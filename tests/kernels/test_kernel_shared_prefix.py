@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_oracle import paged_attention
-from kernel_pools import DEVICE, DTYPES, poison, poisoned_pool, some_sinks, tolerance
+from attention_oracle import assert_attends, unit
+from kernel_pools import DEVICE, DTYPES, decode_rounding, poison, poisoned_pool, some_sinks
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.shared_prefix import PrefixGroup, pack
@@ -74,17 +74,13 @@ def _write(cache: KvCache, block: int, count: int) -> None:
 
 
 def assert_right(out: torch.Tensor, q: torch.Tensor, cache: KvCache, step: Step, **logits: Any) -> None:
+    rounding = decode_rounding(cache, q.dtype)
+    if cache.quantized is not None and DEVICE == "cuda":
+        # What the shared stretch is multiplied in.
+        rounding = replace(rounding, keys_and_values=out.dtype, weights=max(torch.float16, out.dtype, key=unit))
     for s, length in enumerate(step.lengths):
         table = step.tables[s].clamp(max=cache.shape.num_blocks - 1).to(DEVICE)
-        want = paged_attention(q[s : s + 1], cache, LAYER, table, length, **logits)[0]
-        if cache.quantized is None:
-            torch.testing.assert_close(out[s].double(), want, **tolerance(out.dtype))
-        elif length:
-            # As tests/kernels/test_kernel_decode.py: queries and weights of the sequence's own part are float16. A GPU rounds keys, values
-            # and weights of the shared stretch to bfloat16: by itself that costs up to 6e-3 here, in float64 otherwise.
-            error = (out[s].double() - want).norm() / want.norm()
-            rounded = 1e-2 if DEVICE == "cuda" else 5e-3
-            assert error < (rounded if out.dtype == torch.bfloat16 else 1.5e-3), (s, float(error))
+        assert_attends(out[s : s + 1], q[s : s + 1], cache, LAYER, table, length, rounding=rounding, **logits)
 
 
 def check(
