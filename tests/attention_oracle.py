@@ -115,9 +115,7 @@ def _attend(
         sinks = sinks.double().view(1, shape.num_kv_heads, -1)
         all_scores = torch.cat((all_scores, sinks[..., None].expand(num_tokens, -1, -1, -1)), -1)
     weight = all_scores.softmax(-1)[..., :length]
-    return _Attention(
-        rows, keys, values, hidden, score, capped, weight, sinks, result=torch.einsum("thgk,hkd->thgd", weight, values)
-    )
+    return _Attention(rows, keys, values, hidden, score, capped, weight, sinks, result=torch.einsum("thgk,hkd->thgd", weight, values))
 
 
 def _expected_error(exact: _Attention, scale: float, softcap: float, rounding: Rounding, out: torch.dtype) -> float:
@@ -132,7 +130,9 @@ def _expected_error(exact: _Attention, scale: float, softcap: float, rounding: R
     num_keys, head_dim = exact.keys.shape[1:]
     # Products of a score, squared and summed. The score is summed, scaled, and compared with the largest one.
     products = torch.einsum("thgd,hkd->thgk", exact.rows**2, exact.keys**2) * scale**2
-    of_scores = (unit(rounding.queries) ** 2 + unit(rounding.keys_and_values) ** 2 + head_dim * u**2) * products + 3 * (u * exact.score) ** 2
+    of_scores = (unit(rounding.queries) ** 2 + unit(rounding.keys_and_values) ** 2 + head_dim * u**2) * products + 3 * (
+        u * exact.score
+    ) ** 2
     if softcap:
         of_scores = of_scores * (1 - (exact.capped / softcap) ** 2) ** 2 + 4 * (u * softcap) ** 2
     # A weight w moves the result by w * (value - result) for each 1 that its score is off.

@@ -49,6 +49,7 @@ def _only_once(patch_lang):
 
 interpreter._patch_lang = _only_once(interpreter._patch_lang)
 
+
 def _to_nearest(cast):
     """Triton 3.6 cuts a float32 off where it becomes a bfloat16; GPUs round to the nearest, ties to even."""
 

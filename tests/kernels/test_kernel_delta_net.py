@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_pools import DEVICE, poisoned_pool
+from kernel_pools import DEVICE, poisoned_pool, relative_limit
 
 from twostep.engine.batch import KvShape
 from twostep.model.kernels.delta_net import DeltaDims, DeltaWeights
@@ -22,6 +22,9 @@ from twostep.model.step.state_columns import StateColumns
 
 LAYER, NUM_LAYERS = 1, 2  # of those with a state
 EPS = 1e-6
+# Query, key and value behind the convolution; two operands of each of eight products of a chunk, five of which enter further ones; the
+# inverse; the result.
+_ROUNDINGS = 3 + 2 * 8 + 5 + 1 + 1
 # Rows of a head's matrix are cut by the ends of pieces, or not; heads of a key head; keys and values of every kind of number; columns of
 # one key head and of two, all of a block's or some.
 ODD = DeltaDims(num_key_heads=1, num_value_heads=3, key_dim=12, value_dim=20, kernel=4)
@@ -147,7 +150,7 @@ class Step:
 
     def assert_near(self, got: torch.Tensor, want: torch.Tensor) -> None:
         # Differences of sums of strong decays have fewer digits.
-        limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[self.dtype] * max(1.0, self.strength)
+        limit = relative_limit(self.dtype, _ROUNDINGS) * max(1.0, self.strength)
         assert bool(got.isfinite().all())
         assert float((got.double() - want).norm()) < limit * float(want.norm() + 1e-3)
 

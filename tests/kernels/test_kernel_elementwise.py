@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_pools import DEVICE, DTYPES, poisoned_pool, tolerance
+from kernel_pools import DEVICE, DTYPES, poisoned_pool, relative_limit, tolerance
 
 from twostep.model.kernels import triton_elementwise as kernels
 from twostep.model.kernels.ops import Activation, Ops
@@ -54,8 +54,9 @@ def test_norms_of_heads_in_place(num_heads: int, num_kv_heads: int, head_dim: in
         query, key, value = qkv.clone().view(3, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
         Ops().norm_heads(qkv, q_weight, k_weight, num_heads, num_kv_heads, 1e-3)
         parts = qkv.view(3, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), 1)
-        torch.testing.assert_close(parts[0].double(), normed(query, q_weight, 1e-3), **tolerance(dtype))
-        torch.testing.assert_close(parts[1].double(), normed(key, k_weight, 1e-3), **tolerance(dtype))
+        # Torch rounds what is normed, and again behind the weights.
+        torch.testing.assert_close(parts[0].double(), normed(query, q_weight, 1e-3), **tolerance(dtype, roundings=2))
+        torch.testing.assert_close(parts[1].double(), normed(key, k_weight, 1e-3), **tolerance(dtype, roundings=2))
         assert torch.equal(parts[2], value)
 
 
@@ -182,7 +183,7 @@ def test_heads_are_normed_before_they_turn(rotated: int, weights: str, quantizat
     where = (positions, slots, angle.cos(), angle.sin())
     right = kernels.rotate_and_write(apart, *where, want, 1, num_heads)
     got = kernels.rotate_and_write(qkv, *where, cache, 1, num_heads, norms=norms)
-    assert relative(got, right) < 5e-4
+    assert relative(got, right) < relative_limit(dtype, 1)
     blocks = torch.arange(3, device=DEVICE)
     numbers, expected = (pool.tensor[:, 1] if quantization == "none" else pool.numbers(1, blocks) for pool in (cache, want))
     assert torch.equal(numbers.isnan(), expected.isnan())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_pools import DEVICE, poisoned_pool, tolerance
+from kernel_pools import DEVICE, poisoned_pool, relative_limit, tolerance
 
 from twostep.model.kernels.latent import LatentDims, LatentWeights, absorb, values_of
 from twostep.model.kernels.step_upload import StepUpload
@@ -153,11 +153,8 @@ def expected(step: Step) -> torch.Tensor:
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    """Absorbed queries and weighted latents are rounded between two products each."""
-    if dtype == torch.float32:
-        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
-    else:
-        assert (got.double() - want).norm() / want.norm() < (1.5e-2 if dtype == torch.bfloat16 else 2e-3)
+    """Rounded are both parts of absorbed queries, or keys and values that are made, weights, weighted latents, and the result."""
+    assert (got.double() - want).norm() / want.norm() < relative_limit(dtype, 6)
 
 
 def made(step: Step) -> torch.Tensor:

@@ -168,7 +168,13 @@ def test_one_query_each_is_decode() -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "quantization"),
-    [(_take_another_s_block, "none"), (_drop_a_block, "none"), (_drop_a_block, "int8"), (_double_a_scale, "fp8"), (_double_a_scale, "int8")],
+    [
+        (_take_another_s_block, "none"),
+        (_drop_a_block, "none"),
+        (_drop_a_block, "int8"),
+        (_double_a_scale, "fp8"),
+        (_double_a_scale, "int8"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_roundings_do_not_explain_is_found(dtype: torch.dtype, spoil: Any, quantization: str) -> None:

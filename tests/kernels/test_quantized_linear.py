@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kernel_pools import DEVICE, tolerance
+from kernel_pools import DEVICE, assert_products, tolerance
 from quantized_weights import FP8_GROUP, FP8_STATIC, FP8_TOKEN, INT8_TOKEN, product, random_weight, weight_forms
 
 from twostep.checkpoint.linear_format import Activations
 from twostep.model.kernels.ops import Linear
+from twostep.model.kernels.quantized_weight import QuantizedWeight
 from twostep.model.kernels.triton_ops import TritonOps
 from twostep.model.kernels.triton_quantized_input import round_input
 from twostep.model.kernels.triton_quantized_linear import QuantizedLinear, bytes_on_their_way, choose_tile, prepare, quantized_linear
@@ -22,9 +22,12 @@ from twostep.model.kernels.triton_quantized_linear_rows import QuantizedRowTile
 from twostep.model.kernels.triton_quantized_linear_tiles import QuantizedTile
 
 
-def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    # An input that stays in 16 bits is rounded to them once more.
-    torch.testing.assert_close(got.double(), want, **{name: 3 * step for name, step in tolerance(dtype).items()})
+def assert_right(
+    got: torch.Tensor, weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+) -> None:
+    """`dtype`: what inputs that are rounded to 8 bits may be kept in, and weights that are made dense."""
+    rounded = x if weight.activations is None else weight.activations(x.float())
+    assert_products(got, rounded, weight.dequantize(torch.float64), bias, gated=gated, operands=dtype, between=dtype if gated else None)
 
 
 @settings(max_examples=12)
@@ -45,16 +48,12 @@ def test_a_layer_is_right(
     weight = random_weight(rows=rows, columns=columns, **form)
     bias = torch.randn(rows, device=DEVICE).to(dtype) if with_bias else None
     x = torch.randn(tokens, columns, device=DEVICE).to(dtype)
-    want = product(weight, x, bias)
-    if gated:
-        gate, up = want.chunk(2, -1)
-        want = F.silu(gate) * up
     layer = QuantizedLinear(prepare(weight, DEVICE), bias, gated=gated)
     got = layer(x)
     assert got.dtype == dtype
-    close(got, want, dtype)
+    assert_right(got, weight, x, bias, dtype, gated=gated)
     parts = layer.parts(x)
-    close(parts.double().sum(0) if parts.dim() == 3 else parts, want, dtype)
+    assert_right(parts.double().sum(0) if parts.dim() == 3 else parts, weight, x, bias, dtype, gated=gated)
     # Nothing is left over from a product for the next.
     assert torch.equal(layer(x), got)
 
@@ -105,11 +104,10 @@ def test_every_layout_of_programs(kind: str, group: int, activations: object, ti
         pytest.skip("unpacked weights are always turned")
     x = torch.randn(tokens, 528, device=DEVICE).to(torch.bfloat16)
     bias = torch.randn(72, device=DEVICE)
-    want = product(weight, x, bias)
-    close(quantized_linear(prepared, x, bias, tile=tile), want, x.dtype)
+    assert_right(quantized_linear(prepared, x, bias, tile=tile), weight, x, bias, x.dtype)
     parts = quantized_linear(prepared, x, bias, tile=tile, in_parts=True)
     assert parts.dim() == (3 if tile.parts > 1 else 2)
-    close(parts.double().sum(0) if parts.dim() == 3 else parts, want, x.dtype)
+    assert_right(parts.double().sum(0) if parts.dim() == 3 else parts, weight, x, bias, x.dtype)
 
 
 @pytest.mark.parametrize("activations", [FP8_TOKEN, FP8_STATIC], ids=str)
@@ -131,7 +129,7 @@ def test_what_no_kernel_takes_is_multiplied_all_the_same(kind: str, columns: int
     prepared = prepare(weight, DEVICE)
     assert prepared.packed is None
     x = torch.randn(3, columns, device=DEVICE).to(torch.bfloat16)
-    close(QuantizedLinear(prepared, None)(x), product(weight, x, None), x.dtype)
+    assert_right(QuantizedLinear(prepared, None)(x), weight, x, None, x.dtype)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
@@ -140,7 +138,7 @@ def test_no_tokens_and_float32(kind: str) -> None:
     ops = TritonOps(DEVICE)
     assert ops.prepare_quantized(weight, None, torch.bfloat16)(torch.empty(0, 64, device=DEVICE, dtype=torch.bfloat16)).shape == (0, 32)
     x = torch.randn(3, 64, device=DEVICE)
-    close(ops.prepare_quantized(weight, None, torch.float32)(x), product(weight, x, None), torch.bfloat16)
+    assert_right(ops.prepare_quantized(weight, None, torch.float32)(x), weight, x, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -155,11 +153,7 @@ def test_a_layer_that_fails_its_trial_is_made_dense(gated: bool, monkeypatch: py
         ops.tries = True
         weight = random_weight("int4", 48, 64, group=32)
         layer = ops.prepare_quantized(weight, None, dtype, gated=gated)
-        want = product(weight, x, None)
-        if gated:
-            gate, up = want.chunk(2, -1)
-            want = F.silu(gate) * up
-        close(layer(x), want, dtype)
+        assert_right(layer(x), weight, x, None, dtype, gated=gated)
         return layer
 
     assert isinstance(prepared(), QuantizedLinear)
@@ -187,5 +181,5 @@ def test_two_layers_and_the_norm_between(how: Activations, norms_first: bool) ->
     assert all(isinstance(linear, QuantizedLinear) for linear in linears)
     join = ops.join_normed if norms_first else ops.join_rms_norm
     got = join(linears[0], x, residual, *weights, 1e-5, linears[1])
-    close(residual, total, dtype)
+    torch.testing.assert_close(residual.double(), total, **tolerance(dtype, roundings=3))
     assert torch.equal(got, linears[1](ops.rms_norm(residual, weights[-1], 1e-5)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_pools import DEVICE, tolerance
-from quantized_weights import product, random_weight, weight_forms
+from kernel_pools import DEVICE, assert_products
+from quantized_weights import random_weight, weight_forms
 
 from twostep.model.kernels.quantized_weight import QuantizedWeight, multiply_dense
 
@@ -57,4 +57,5 @@ def test_the_product_by_way_of_a_dense_weight(
     x = torch.randn(tokens, columns, device=DEVICE)
     bias = torch.randn(rows, device=DEVICE) if with_bias else None
     got = multiply_dense(weight, x, bias)
-    torch.testing.assert_close(got.double(), product(weight, x, bias), **{name: 5 * step for name, step in tolerance(x.dtype).items()})
+    rounded = x if weight.activations is None else weight.activations(x)
+    assert_products(got, rounded, weight.dequantize(torch.float64), bias, operands=x.dtype)

@@ -148,8 +148,6 @@ class Scheduler:
         self._coming_gaps: dict[str, float] = {}
         # How many steps in a row prompts were left out for the sake of a promise.
         self._num_waited = 0
-        # The next step is planned behind the last one, for drafts; how often that was in vain, doubled each time; and as many steps as that
-        # are planned ahead before it is tried again.
         # Nothing could be planned, and nothing has changed since.
         self._blocked = False
         self._num_arrived = 0
