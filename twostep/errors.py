@@ -5,6 +5,7 @@
     │   ├── ContextExceeded    prompt (+ max_tokens) is longer than the context
     │   └── AnswerCutOff       an answer ended before it was what is to be read from it; carries it
     ├── NotFound               no such model, request or lease
+    │   └── UnknownModel       the model that the request names is not served here
     ├── Unauthenticated        a ticket, a key or a signature does not verify
     ├── PermissionDenied       a key that verifies, but allows less
     ├── ResourceExhausted      no room now: another worker, or later
@@ -78,6 +79,10 @@ class ContextExceeded(InvalidRequest):
 
 class NotFound(TwostepError):
     """No such model, request or lease."""
+
+
+class UnknownModel(NotFound):
+    """The model that the request names is not served here."""
 
 
 class Unauthenticated(TwostepError):

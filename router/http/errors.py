@@ -21,6 +21,7 @@ from twostep.errors import (
     ResourceExhausted,
     TwostepError,
     Unauthenticated,
+    UnknownModel,
     status_of,
 )
 
@@ -83,6 +84,7 @@ def blaming(called: Mapping[str, str], *, item: str = "") -> Iterator[None]:
 _CODES: Mapping[type[TwostepError], str] = {
     ContextExceeded: "context_length_exceeded",
     NonFiniteLogits: "non_finite_logits",
+    UnknownModel: "model_not_found",
     Unauthenticated: "invalid_api_key",
     ResourceExhausted: "rate_limit_exceeded",
 }
@@ -99,6 +101,7 @@ def body_of(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
         case TwostepError():
             status, message = status_of(error).http, error.message
             code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+            param = "model" if isinstance(error, UnknownModel) else None
             if isinstance(error, Unauthenticated):
                 headers["WWW-Authenticate"] = "Bearer"
             if isinstance(error, ResourceExhausted) and error.hopeless:

@@ -422,9 +422,12 @@ class HttpGeneration(ABC, Generic[AnyBody]):
     async def _ask(self, readers: Sequence[AnswerSink]) -> None:
         """Raises TwostepError; what a message says of a field of the body is said of it by name."""
 
+        fields = self.body.grammar_fields
+        called = self.body.names() | ({"grammar": fields[0]} if len(fields) == 1 else {})
+
         async def ask(index: int, prompt: ReadPrompt) -> None:
             caller = HttpCaller(self.call, readers[index], self.timeout_s, repeated=index % self.n > 0)
-            with blaming(self.body.names(), item=self.item(index // self.n)):
+            with blaming(called, item=self.item(index // self.n)):
                 await readers[index].end(await self.front.inference.generate(self.request(index), caller, prompt))
 
         with blaming(self.body.names()):

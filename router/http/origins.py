@@ -21,7 +21,7 @@ from router.http.front import FRONT
 from router.http.middleware import is_open
 from twostep.keys.exposure import LOOPBACK_NAMES, address_of, is_loopback
 
-# These cost nothing, change nothing, and no other page sees the answer unless it may.
+# These cost nothing, change nothing, and no other page sees the answer unless it may. A preflight asks for one that may cost something.
 _HARMLESS = frozenset({"GET", "HEAD", "OPTIONS"})
 # But streams take a place each.
 _COSTLY_FOLDER = "/ui/api/"
@@ -43,7 +43,7 @@ class Origins:
         if not is_open(request.path) and not self.known_as(given):
             message = f"this router is not known as {given[:80]!r}; name it in the router's --allowed-hosts"
             raise HttpError(403, message, code="host_not_allowed")
-        if request.method not in _HARMLESS or request.path.startswith(_COSTLY_FOLDER):
+        if request.method not in _HARMLESS or request.path.startswith(_COSTLY_FOLDER) or _is_preflight(request):
             self._check_origin(request)
 
     def known_as(self, host: str) -> bool:
@@ -110,8 +110,7 @@ _HEADER_NAMES = re.compile(rf"{_TOKEN}(?:[ \t]*,[ \t]*{_TOKEN})*")
 @web.middleware
 async def preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Goes around whatever asks for keys: browsers do not show any before they know that they may."""
-    asked = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
-    if not asked or _allowed_origin(request) is None:
+    if not _is_preflight(request) or _allowed_origin(request) is None:
         return await handler(request)
     names = request.headers.get("Access-Control-Request-Headers", "")
     headers = {
@@ -122,6 +121,10 @@ async def preflights(request: web.Request, handler: Handler) -> web.StreamRespon
         "Vary": "Access-Control-Request-Headers",
     }
     return web.Response(status=204, headers=headers)
+
+
+def _is_preflight(request: web.Request) -> bool:
+    return request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
 
 
 async def tell_origin(request: web.Request, response: web.StreamResponse) -> None:

@@ -290,6 +290,12 @@ class CommonBody(RequestBody):
         return None if self.max_tokens is None else "max_tokens"
 
     @property
+    def grammar_fields(self) -> tuple[str, ...]:
+        """Returns the names of the fields that say which form the answer has."""
+        given = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
+        return tuple(self.names()[name] for name, value in given.items() if value is not None)
+
+    @property
     def num_echoed_logprobs(self) -> int | None:
         """Returns how many of the likeliest are told with the prompt's tokens, as if those were the answer's; None: they are not."""
         return None
@@ -521,6 +527,10 @@ class ChatBody(CommonBody, ChatPrompt):
     @property
     def limit_field(self) -> str | None:
         return super().limit_field if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def grammar_fields(self) -> tuple[str, ...]:
+        return (*super().grammar_fields, *(["tools"] if self.tools else []))
 
     @property
     def token_limit(self) -> int | None:

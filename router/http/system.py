@@ -12,7 +12,7 @@ from router.http.front import FRONT
 from router.http.openapi import Described
 from router.http.sse import ANSWERS
 from router.http.whole_answer import ENCODER
-from twostep.errors import NotFound, Unavailable
+from twostep.errors import Unavailable, UnknownModel
 from twostep.metrics.process import package_version
 
 routes = web.RouteTableDef()
@@ -70,7 +70,7 @@ async def model(request: web.Request) -> web.Response:
     for found in _models(request):
         if found["id"] == name:
             return web.json_response(found)
-    raise NotFound(f"model {name!r} is not served here; GET /v1/models lists what is")
+    raise UnknownModel(f"model {name!r} is not served here; GET /v1/models lists what is")
 
 
 def _models(request: web.Request) -> list[dict[str, object]]:

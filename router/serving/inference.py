@@ -49,7 +49,7 @@ from router.waiting.fair_queue import OutputLengths, QueueEntry
 from router.waiting.queues import Admission
 from router.workers.pool import WorkerPool
 from twostep.checkpoint.embedding_format import EmbeddingFormat
-from twostep.errors import InternalError, InvalidRequest, NotFound
+from twostep.errors import InternalError, InvalidRequest, UnknownModel
 from twostep.hold_back import HeldRequest, class_name
 from twostep.metrics.router import RouterMetrics
 from twostep.pooling import PoolingParams
@@ -430,7 +430,7 @@ class Inference:
 
     def check_model(self, name: str) -> None:
         if name and name != self.model_name:
-            raise NotFound(f"model {name[:64]!r} is not served here; ask for {self.model_name!r}, or leave the name empty")
+            raise UnknownModel(f"model {name[:64]!r} is not served here; ask for {self.model_name!r}, or leave the name empty")
 
     @property
     def max_model_len(self) -> int:

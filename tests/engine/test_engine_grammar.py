@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from twostep.errors import InvalidRequest
 from twostep.request_class import RequestClass
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.settings.speculative import SpeculativeConfig
-from twostep.text.grammar import source_of
+from twostep.text.grammar import rule_of, source_of
 
 CONTEXT = 200
 WAIT_S = 60.0
@@ -398,6 +399,31 @@ def test_what_is_no_grammar_is_refused(compiler: GrammarCompiler, kind: GrammarK
     with pytest.raises(InvalidRequest) as refused:
         compiler.compile(Grammar(kind, text))
     assert len(refused.value.message) < 800
+
+
+@pytest.mark.parametrize(
+    ("schema", "about"),
+    [
+        ({"type": "string", "pattern": "^a$", "minLength": 5}, "minLength"),
+        ({"type": "string", "enum": ["a"], "pattern": "b"}, "enum"),
+        ({"type": "integer", "minimum": 1e30}, "minimum"),
+        ({"type": "string", "pattern": "("}, "pattern"),
+        ({"type": "string", "pattern": r"a\b"}, "pattern"),
+        ({"type": "object", "patternProperties": {"^a": {}, "^ab": {}}}, "patternProperties"),
+    ],
+)
+@pytest.mark.parametrize("within", [False, True], ids=["alone", "within-another"])
+def test_what_is_wrong_with_a_schema_is_said_of_the_schema(
+    compiler: GrammarCompiler, schema: dict[str, Any], about: str, within: bool
+) -> None:
+    """Whoever wrote a schema wrote neither the regular expressions that are made of it nor the grammar that it becomes a part of."""
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    with pytest.raises(InvalidRequest) as refused:
+        compiler.compile(Grammar(GrammarKind.LARK, f"start: {rule_of(grammar)}\n") if within else grammar)
+    message = refused.value.message
+    assert "json_schema" in message
+    assert f'"{about}"' in message
+    assert not any(word in message for word in ("regex", "Regex", "lark", "%json")), message
 
 
 def test_tokens_of_another_answer_are_refused(compiler: GrammarCompiler) -> None:

@@ -90,7 +90,10 @@ async def test_refusals_tell_it_too(cluster: Cluster) -> None:
 async def test_nobody_by_default(cluster: Cluster) -> None:
     async with cluster.serving(), open_http(cluster) as http:
         async with http.options(CHAT, headers=PREFLIGHT) as answer:
-            assert answer.status == 405
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"]) == (403, "origin_not_allowed")
+            assert ORIGIN in error["message"]
+            assert "--allowed-origins" in error["message"]
             assert not [name for name in answer.headers if name.lower().startswith("access-control")]
         assert (await refused(http, CHAT, chat(), 403, headers={"Origin": ORIGIN}))["code"] == "origin_not_allowed"
 

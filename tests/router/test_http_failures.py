@@ -44,6 +44,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
     (CHAT, {"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "("}}}}, "response_format"),
+    (TEXT, {"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    (CHAT, {"tool_choice": {"type": "f"}}, "tool_choice.type"),
+    (CHAT, {"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
     (CHAT, {"stop": [""]}, "stop[0]"),
     (CHAT, {"stop_token_ids": [100_000]}, "stop_token_ids[0]"),
     (CHAT, {"request_id": "white space"}, "request_id"),
@@ -78,6 +83,9 @@ async def test_what_cannot_be_done_is_refused_by_name(http: aiohttp.ClientSessio
     for path, fields, param in REFUSED:
         error = await refused(http, path, chat(**fields) if path == CHAT else fields)
         assert (error["type"], error["param"]) == ("invalid_request_error", param), (fields, error)
+    for path, body in (("/v1/models/other", None), (CHAT, chat(model="other")), ("/tokenize", {"prompt": "x", "model": "other"})):
+        error = await refused(http, path, body, 404)
+        assert (error["type"], error["param"], error["code"]) == ("not_found_error", "model", "model_not_found")
     for header, value in (
         ("x-twostep-class", "urgent"),
         ("x-twostep-timeout-ms", "soon"),
@@ -261,7 +269,6 @@ async def test_tokens_and_back(cluster: Cluster, http: aiohttp.ClientSession) ->
     assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 2048)
     assert len(found["token_strs"]) == len(ids)
     assert (await told(http, "/tokenize", {"prompt": ""}))["tokens"] == []
-    await refused(http, "/tokenize", {"prompt": "x", "model": "other"}, 404)
     for tokens, text in ((ids, "the größte"), ([], "")):
         assert await told(http, "/detokenize", {"model": "m", "tokens": tokens}) == {"prompt": text}
     await told(http, "/detokenize", {"tokens": [size - 1]})

@@ -7,6 +7,7 @@ grammar comes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,30 @@ _MAX_DEPTH = 100
 _MAX_MESSAGE_CHARS = 500
 # What llguidance says where the vocabulary has no token that goes on.
 _UNWRITABLE = ("NoExtensionBias", "satisfy the grammar; forced bytes")
+
+# A schema or a regular expression within a grammar that the client did not write (rule_of), and the excerpt of that grammar.
+_INNER = re.compile(r"at \d+\(\d+\): (?:(?P<schema>failed to compile JSON schema: )|(?=invalid regex ))")
+_EXCERPT = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
+# llguidance makes regular expressions of schemas and reports those. What it reports, and what that means in a schema.
+_OF_SCHEMAS = (
+    (
+        re.compile(r"Regex is empty: .*", re.DOTALL),
+        'no text meets "pattern", "format", "enum", "minLength" and "maxLength" of one of its strings together',
+    ),
+    (
+        re.compile(r"Failed to generate regex for (\w+) range: .*", re.DOTALL),
+        r'"minimum" or "maximum" of one of its \1s is too far from 0; give a bound with fewer digits, or none',
+    ),
+    (
+        re.compile(r"patternProperty regexes (.*) are not disjoint"),
+        r'one name can match \1 of its "patternProperties"; make them exclusive',
+    ),
+    (re.compile(r"regex parse error:"), 'a "pattern", or a name in "patternProperties", has a mistake:'),
+    (
+        re.compile(r"lookarounds not supported yet; \w+ in regex (.*)"),
+        r'the "pattern" \1 looks around, or has a word boundary; write it without',
+    ),
+)
 
 
 def library() -> ModuleType:
@@ -106,14 +131,20 @@ def schema_of(grammar: Grammar) -> str:
 
 def refused(grammar: Grammar, why: str) -> InvalidRequest:
     """Returns what a client is told of a grammar that llguidance does not take."""
-    hint = ""
+    hint, kind = "", grammar.kind
+    if inner := _INNER.match(why):
+        kind = GrammarKind.JSON_SCHEMA if inner["schema"] else GrammarKind.REGEX
+        why = _EXCERPT.sub("", why[inner.end() :])
     if any(sign in why for sign in _UNWRITABLE):
         why = "no answer is a sentence of it, in the tokens of this model"
-    if grammar.kind is GrammarKind.JSON_SCHEMA and "Unimplemented" in why:
+    if kind is GrammarKind.JSON_SCHEMA:
+        for said, meant in _OF_SCHEMAS:
+            why = said.sub(meant, why)
+    if kind is GrammarKind.JSON_SCHEMA and "Unimplemented" in why:
         hint = '; leave them out, or add "x-guidance": {"lenient": true} to the schema to have them ignored'
     if "coerce_one_of" in why:
         hint = '; write anyOf, or add "x-guidance": {"coerce_one_of": true} to the schema'
-    return InvalidRequest(f"grammar: the {grammar.kind.value} cannot be used: {_short(why)}{hint}")
+    return InvalidRequest(f"grammar: the {kind.value} cannot be used: {_short(why)}{hint}")
 
 
 def _short(why: str) -> str:
