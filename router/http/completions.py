@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 from aiohttp import web
@@ -13,7 +14,7 @@ from router.http.front import Front
 from router.http.generation import HEADERS, HttpCall, HttpGeneration, respond
 from router.http.logprobs import TextLogprobsWriter
 from router.http.openapi import Described
-from router.http.request_bodies import CompletionBody
+from router.http.request_bodies import DEFAULT_MAX_TOKENS, CompletionBody
 from router.http.tokens import decoded
 from router.prompting.prompt import Prompt, no_room
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -67,7 +68,7 @@ class CompletionGeneration(HttpGeneration[CompletionBody]):
         if self.body.echo:
             self._echoes[index] = given if isinstance(given, str) else await decoded(self.front.tokenizer, given)
         self.check_repeated(prompt, self._echoes[index])
-        return prompt
+        return replace(prompt, unasked=DEFAULT_MAX_TOKENS)
 
     def teller(self, index: int) -> TextTeller:
         return TextTeller(TextLogprobsWriter(self.names), lambda: self._echoes[index // self.n])

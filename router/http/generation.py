@@ -103,7 +103,7 @@ def sampling_of(body: ChatBody | CompletionBody, *, seed: int) -> pb.SamplingPar
     given: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME if getattr(body, name) is not None}
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)
-    if body.token_limit is not None:
+    if body.limit_field is not None:
         given["max_tokens"] = body.token_limit
     if body.num_logprobs is not None:
         given["logprobs"] = body.num_logprobs
@@ -343,16 +343,14 @@ class HttpGeneration(ABC, Generic[AnyBody]):
         )
 
     def check_room(self, prompt: Prompt) -> None:
-        """Raises ContextExceeded for a prompt that was read, in the body's words: completions that say nothing have a limit too."""
-        limit, longest = self.body.token_limit, self.front.inference.max_model_len
+        """Raises ContextExceeded for a prompt that leaves too little room for as many tokens as the client asks for."""
+        limit, field, longest = self.body.token_limit, self.body.limit_field, self.front.inference.max_model_len
         room = longest - len(prompt.ids)
-        if limit is None or not 0 < room < limit:
+        if limit is None or field is None or not 0 < room < limit:
             return
-        field = self.body.limit_field
-        asked = f"an answer has up to {limit} where max_tokens is not given" if field is None else f"{field} is {limit}"
         raise ContextExceeded.of(
-            f"the prompt has {len(prompt.ids)} and {asked}",
-            f"shorten the prompt or {'give a max_tokens of' if field is None else 'ask for'} at most {room}",
+            f"the prompt has {len(prompt.ids)} and {field} is {limit}",
+            f"shorten the prompt or ask for at most {room}",
             max_model_len=longest,
             prompt_tokens=len(prompt.ids),
             max_tokens=limit,

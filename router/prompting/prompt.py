@@ -48,7 +48,8 @@ class Prompt:
     """Token ids, and how the answer is to be read: `tokenizer` shows the special tokens that it is made of; `reasoning` is what the model
     marks its reasoning with, None for prompts that are no chats, and `begun` whether the prompt has begun it; `tools`, which calls to look
     for; `before`, what the answer's text goes on with, None: with the prompt. The last `num_added` of the ids were put behind
-    those that the client sent, and are not counted or told as its own."""
+    those that the client sent, and are not counted or told as its own. `unasked`: max_tokens of a request that gives none; None: as the
+    router has it."""
 
     ids: Sequence[int]
     tokenizer: Tokenizer
@@ -57,6 +58,7 @@ class Prompt:
     tools: ToolUse = NO_TOOLS
     before: Sequence[int] | None = None
     num_added: int = 0
+    unasked: int | None = None
 
     @property
     def client_ids(self) -> Sequence[int]:
@@ -228,16 +230,23 @@ class PromptReader:
         return ids
 
     def sampling(
-        self, proto: inference_pb2.SamplingParams, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int
+        self,
+        proto: inference_pb2.SamplingParams,
+        num_prompt_tokens: int,
+        max_model_len: int,
+        *,
+        pool_tokens: int,
+        unasked: int | None = None,
     ) -> SamplingParams:
-        """Resolves the client's values, then the model's defaults, then neutral ones; bounded by the context, and where
-        max_tokens is not given by `pool_tokens`, the most that a worker could hold.
+        """Resolves the client's values, then the model's defaults, then neutral ones; bounded by the context. Where max_tokens is not
+        given, an answer may have `unasked` tokens (None: the router's default), as far as the context and `pool_tokens`, the most that a
+        worker could hold, have room.
 
         Raises InvalidRequest (a value out of range), ContextExceeded (no room for the prompt and one, or max_tokens, more)."""
         room = max_model_len - num_prompt_tokens
         if room < 1:
             raise no_room(num_prompt_tokens, max_model_len)
-        max_tokens = proto.max_tokens if proto.HasField("max_tokens") else self._unasked(room, num_prompt_tokens, pool_tokens)
+        max_tokens = proto.max_tokens if proto.HasField("max_tokens") else self._unasked(unasked, room, pool_tokens - num_prompt_tokens)
         max_tokens = max_tokens or 1  # where no answer is asked for, the prompt's last step samples one all the same
         if max_tokens > room:
             raise ContextExceeded.of(
@@ -281,9 +290,9 @@ class PromptReader:
         """Returns the most that max_tokens may be where it is not given."""
         return min(self._default_max_tokens or max_model_len, max_model_len)
 
-    def _unasked(self, room: int, num_prompt_tokens: int, pool_tokens: int) -> int:
+    def _unasked(self, unasked: int | None, room: int, pool_room: int) -> int:
         """Returns max_tokens of a request that gives none."""
-        return max(1, min(self._default_max_tokens or room, room, pool_tokens - num_prompt_tokens))
+        return max(1, min(unasked or self._default_max_tokens or room, room, pool_room))
 
     async def check_grammar(self, sampling: SamplingParams) -> None:
         """Raises InvalidRequest naming what is wrong with the answer's grammar, ResourceExhausted, SetupError."""

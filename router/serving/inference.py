@@ -289,7 +289,9 @@ class Inference:
 
     def _job(self, request: inference_pb2.GenerateRequest, prompt: Prompt, name: str, caller: Caller, report: RequestReport) -> RequestJob:
         terms = self._terms(request, name, caller, report)
-        sampling = self.prompts.sampling(request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens())
+        sampling = self.prompts.sampling(
+            request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens(), unasked=prompt.unasked
+        )
         if request.resume_token_ids:
             # Who has tokens has these.
             sampling = replace(sampling, prompt_logprobs=None)

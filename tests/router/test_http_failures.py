@@ -118,19 +118,23 @@ async def test_prompts_that_can_never_fit_are_refused_before_they_are_read(http:
 
 async def test_of_several_prompts_it_is_said_which_one_is_too_long(http: aiohttp.ClientSession) -> None:
     for long, other in (([5] * MAX_MODEL_LEN, [5]), ([5] * (MAX_MODEL_LEN - 9), [5]), ("word " * 3 * MAX_MODEL_LEN, "x")):
-        error = await refused(http, TEXT, {"prompt": [other, long], "n": 2})
+        error = await refused(http, TEXT, {"prompt": [other, long], "n": 2, "max_tokens": 16})
         assert (error["param"], error["code"]) == ("prompt[1]", "context_length_exceeded")
         assert error["message"].startswith("prompt[1]: This model's maximum context length")
-        assert (await refused(http, TEXT, {"prompt": long}))["param"] is None
+        assert (await refused(http, TEXT, {"prompt": long, "max_tokens": 16}))["param"] is None
     assert (await refused(http, TEXT, {"prompt": ["x", "x"], "min_tokens": 20}))["param"] == "min_tokens"
 
 
-async def test_limits_that_nobody_sent_are_not_blamed_on_the_client(http: aiohttp.ClientSession) -> None:
-    """Completions have 16 tokens where max_tokens is not given; a message says that, and not that max_tokens is 16."""
+async def test_near_the_end_of_the_context_only_limits_that_were_sent_are_refused(
+    prefill: FakePrefill, http: aiohttp.ClientSession
+) -> None:
+    """Completions have 16 tokens where max_tokens is not given, or as many as there is room for."""
     prompt = [5] * (MAX_MODEL_LEN - 9)
+    for given, most in ((prompt, 9), (prompt[9:], 16)):
+        await told(http, TEXT, {"prompt": given})
+        assert prefill.requests[-1].sampling.max_tokens == most
     for path, body, says in (
-        (TEXT, {"prompt": prompt}, ("up to 16 where max_tokens is not given", "at most 9")),
-        (TEXT, {"prompt": prompt, "max_tokens": 16}, ("max_tokens is 16",)),
+        (TEXT, {"prompt": prompt, "max_tokens": 16}, ("max_tokens is 16", "at most 9")),
         (CHAT, chat(max_completion_tokens=MAX_MODEL_LEN), ("max_completion_tokens is 2048",)),
         (CHAT, chat(max_tokens=MAX_MODEL_LEN), ("max_tokens is 2048",)),
         (TEXT, {"prompt": "x", "min_tokens": 20}, ("min_tokens is 20", "16 tokens at most")),
