@@ -15,7 +15,6 @@ from router.http.logprobs import ChatLogprobsWriter
 from router.http.openapi import Described
 from router.http.request_bodies import ChatBody, adapt_roles
 from router.prompting.prompt import Prompt
-from router.prompting.tool_use import ToolUse
 from twostep.rpc.v1 import inference_pb2 as pb
 
 
@@ -48,14 +47,23 @@ class ChatGeneration(HttpGeneration[AnyChat]):
         adapt_roles(self._chat, front.card.chat_template)
         self._request.chat.SetInParent()
         with blaming(body.names()):
-            self.tools = ToolUse.of(body.tool_use(), body.tools or (), front.chat_format.tool_calls)
+            self.tools = body.tool_use(front.chat_format.tool_calls)
         self.tools.prepare(self._request, front.tokenizer)
         if self.tools.format is None:
             del self._chat.tools[:]
         self.with_reasoning = body.include_reasoning is not False
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return super().headers | self.body.offered.headers()
+
+    async def conversation(self) -> pb.Chat:
+        """Returns all messages of the chat, in roles that the template knows. Raises TwostepError."""
+        return self._chat
+
     async def read_prompt(self, index: int) -> Prompt:
-        request = pb.GenerateRequest(chat=self._chat, keep_special_tokens=self._request.keep_special_tokens)
+        chat = await self.conversation()
+        request = pb.GenerateRequest(chat=chat, keep_special_tokens=self._request.keep_special_tokens)
         prompt = await self.front.inference.prompts.prompt(request)
         self.check_room(prompt)
         self.check_repeated(prompt)

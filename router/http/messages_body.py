@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from router.http.errors import HttpError
+from router.http.offered_tools import MAX_TOOL_NAME, Choice, Offered, is_hosted, unknown_tool
 from router.http.request_bodies import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -18,8 +19,6 @@ from router.http.request_bodies import (
     FunctionSpec,
     JsonFormat,
     JsonSchemaFormat,
-    NamedFunction,
-    NamedTool,
     ResponseFormat,
     StopString,
     Unsupported,
@@ -32,10 +31,21 @@ from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import MAX_STOP_STRINGS
 
 
+class DocumentSource(Body):
+    type: str = Field(max_length=64)
+    """`text` or `content`; others are refused: models here read text."""
+    data: str | None = None
+    content: str | Annotated[list[ContentBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+
+
 class ContentBlock(Body):
     type: str = Field(max_length=64)
-    """`text`, `thinking`, `tool_use` or `tool_result`; others are refused: models here read text."""
+    """`text`, `document`, `thinking`, `tool_use` or `tool_result`; others are refused: models here read text."""
     text: str | None = None
+    source: DocumentSource | None = None
+    """A document's."""
+    title: str | None = None
+    context: str | None = None
     thinking: str | None = None
     id: str = ""
     name: str = ""
@@ -89,10 +99,26 @@ def _text(path: str, content: str | list[ContentBlock] | None) -> str:
 
 
 def _text_of(path: str, block: ContentBlock) -> str:
+    if block.type == "document":
+        return _document(path, block)
     if block.type != "text" or block.text is None:
         message = f'{path} is of type {block.type!r}; models here read text: send {{"type": "text", "text": ...}}'
         raise HttpError(400, message, param=f"{path}.type", code="unsupported_parameter")
     return block.text
+
+
+def _document(path: str, block: ContentBlock) -> str:
+    """Returns a document's title, what the client says about it, and its text: a line each."""
+    source = block.source
+    if source is not None and source.type == "text" and source.data is not None:
+        text = source.data
+    elif source is not None and source.type == "content":
+        text = _text(f"{path}.source.content", source.content)
+    else:
+        kind = "missing" if source is None else f"of type {source.type[:64]!r}"
+        message = f'{path}.source is {kind}; models here read text: send {{"type": "text", "media_type": "text/plain", "data": ...}}'
+        raise HttpError(400, message, param=f"{path}.source", code="unsupported_parameter")
+    return "\n".join(part for part in (block.title, block.context, text) if part)
 
 
 def _system(given: str | list[ContentBlock] | None) -> bytes:
@@ -102,22 +128,26 @@ def _system(given: str | list[ContentBlock] | None) -> bytes:
 
 class AnthropicTool(Body):
     type: str | None = Field(default=None, max_length=64)
-    """`custom`; others are refused: no tools are run here."""
-    name: str = Field(min_length=1, max_length=64)
+    """`custom`; tools of Anthropic's own, as `web_search_20250305`, are left out: no tools are run here."""
+    name: str = Field(default="", max_length=MAX_TOOL_NAME)
     description: str | None = None
     input_schema: dict[str, JsonValue] | None = None
     """A JSON Schema."""
     strict: bool | None = None
 
 
-def _tools(tools: list[AnthropicTool]) -> list[ToolText]:
+def _offered(tools: list[AnthropicTool]) -> Offered:
+    functions, omitted = list[ToolText](), list[str]()
     for i, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            message = (
-                f"tools[{i}] is of type {tool.type!r}; no tools are run here: send your own with input_schema, and run them where you are"
-            )
-            raise HttpError(400, message, param=f"tools[{i}].type", code="unsupported_parameter")
-    return [tool_text(_function(tool.model_dump(exclude_unset=True))) for tool in tools]
+        if tool.type in (None, "custom"):
+            if not tool.name:
+                raise HttpError(400, f"tools[{i}].name is missing; name the tool", param=f"tools[{i}].name")
+            functions.append(tool_text(_function(tool.model_dump(exclude_unset=True))))
+        elif is_hosted(tool.type):
+            omitted.append(tool.type)
+        else:
+            raise unknown_tool(f"tools[{i}]", tool.type, "send tools of your own with input_schema, and run them where you are")
+    return Offered(tuple(functions), tuple(omitted))
 
 
 def _function(given: dict[str, Any]) -> FunctionSpec:
@@ -133,12 +163,12 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-def _choice(choice: ToolChoice) -> str | NamedTool:
+def _choice(choice: ToolChoice) -> Choice:
     if choice.type == "tool":
         if not choice.name:
             raise HttpError(400, "tool_choice.name is missing; name the tool", param="tool_choice.name")
-        return NamedTool(type="function", function=NamedFunction(name=choice.name))
-    return {"any": "required"}.get(choice.type, choice.type)
+        return Choice("required", choice.name)
+    return Choice({"any": "required"}.get(choice.type, choice.type))
 
 
 def _parallel(choice: ToolChoice) -> bool | None:
@@ -178,10 +208,8 @@ class MessagesBody(ChatBody):
     stop: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = Field(
         default=None, alias="stop_sequences"
     )
-    tools: Annotated[list[ToolText], packed(_tools, Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)])] | None = (
-        None
-    )
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, packed(_choice, ToolChoice)] | None = None
+    tools: Annotated[Offered, packed(_offered, Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)])] | None = None
+    tool_choice: Annotated[Choice, packed(_choice, ToolChoice)] | None = None
     parallel_tool_calls: Annotated[bool | None, packed(_parallel, ToolChoice)] | None = Field(default=None, alias="tool_choice")
     response_format: Annotated[ResponseFormat | None, packed(_format, OutputConfig)] | None = Field(default=None, alias="output_config")
     reasoning_effort: Annotated[str | None, packed(lambda config: config.effort, OutputConfig)] | None = Field(

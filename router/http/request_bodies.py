@@ -29,7 +29,8 @@ from pydantic import (
 from pydantic_core import core_schema, from_json
 
 from router.http.errors import HttpError
-from router.prompting.tool_use import ToolText
+from router.http.offered_tools import MAX_TOOL_NAME, Choice, Offered, allowed_choice, hosted_choice, is_hosted, unknown_tool
+from router.prompting.tool_use import ToolText, ToolUse
 from router.serving.answers import MAX_CHOICES
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import (
@@ -40,6 +41,7 @@ from twostep.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from twostep.text.tool_formats.format import ToolCallFormat
 
 MAX_TOKENS = (1 << 31) - 1
 _MAX_TIMEOUT_S = 86_400.0
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
 else:
     IdArray = array
 JsonObject = Annotated[str, packed(_text_of, dict[str, JsonValue])]
+ModelName = Annotated[str, packed(lambda name: name or "", str | None)]
 JsonSchema = Annotated[str, packed(_text_of, dict[str, JsonValue] | str)]
 
 
@@ -193,8 +196,8 @@ class StreamOptions(Body):
 class RequestBody(Body):
     """Whatever the model computes."""
 
-    model: str = ""
-    """Empty: the only model that is served."""
+    model: ModelName = ""
+    """Empty or null: the only model that is served."""
     user: str | None = None
     """Ignored."""
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
@@ -417,7 +420,7 @@ class MessageBody(Body):
 
 
 class FunctionSpec(Body):
-    name: str = Field(min_length=1, max_length=64)
+    name: str = Field(min_length=1, max_length=MAX_TOOL_NAME)
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     """A JSON Schema."""
@@ -426,15 +429,17 @@ class FunctionSpec(Body):
 
 
 class Tool(Body):
-    type: Literal["function"]
-    function: FunctionSpec
+    type: str = Field(max_length=64)
+    """`function`; tools that others would run, as `custom`, are left out."""
+    function: FunctionSpec | None = None
 
 
 _TOOL_HEAD = '{"type": "function", "function": '
 
 
-def tool_text(function: FunctionSpec) -> ToolText:
-    return ToolText(function.name, function.strict, _TOOL_HEAD + json.dumps(function.model_dump(exclude_unset=True)) + "}")
+def tool_text(function: FunctionSpec, namespace: str = "") -> ToolText:
+    text = _TOOL_HEAD + json.dumps(function.model_dump(exclude_unset=True)) + "}"
+    return ToolText(function.name, function.strict, text, namespace)
 
 
 def function_text(tool: ToolText) -> str:
@@ -442,8 +447,18 @@ def function_text(tool: ToolText) -> str:
     return tool.text[len(_TOOL_HEAD) : -1]
 
 
-def _tool_texts(tools: list[Tool]) -> list[ToolText]:
-    return [tool_text(tool.function) for tool in tools]
+def _offered(tools: list[Tool]) -> Offered:
+    functions, omitted = list[ToolText](), list[str]()
+    for i, tool in enumerate(tools):
+        if tool.type == "function" and tool.function is None:
+            raise HttpError(400, f"tools[{i}].function is missing; describe the function", param=f"tools[{i}].function")
+        if tool.type == "function" and tool.function is not None:
+            functions.append(tool_text(tool.function))
+        elif is_hosted(tool.type):
+            omitted.append(tool.type)
+        else:
+            raise unknown_tool(f"tools[{i}]", tool.type, 'send {"type": "function", "function": {"name": ..., "parameters": {...}}}')
+    return Offered(tuple(functions), tuple(omitted))
 
 
 def _messages(messages: list[MessageBody]) -> bytes:
@@ -454,24 +469,59 @@ class NamedFunction(Body):
     name: str = Field(min_length=1)
 
 
-class NamedTool(Body):
-    type: Literal["function"]
-    function: NamedFunction
+class AllowedTool(Body):
+    type: str = Field(max_length=64)
+    function: NamedFunction | None = None
+
+
+class AllowedTools(Body):
+    mode: str = Field(max_length=64)
+    """`auto` or `required`."""
+    tools: list[AllowedTool] = Field(max_length=MAX_TOOLS, fail_fast=True)
+
+
+class ChatToolChoice(Body):
+    type: str = Field(max_length=64)
+    """`function` or `allowed_tools`."""
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+def _choice(given: str | ChatToolChoice) -> Choice:
+    match given:
+        case str():
+            return Choice(given)
+        case ChatToolChoice(type="function", function=NamedFunction(name=name)):
+            return Choice("required", name)
+        case ChatToolChoice(type="allowed_tools", allowed_tools=AllowedTools(mode=mode, tools=tools)):
+            return allowed_choice(mode, [None if tool.function is None else tool.function.name for tool in tools])
+        case ChatToolChoice(type="function" | "allowed_tools" as kind):
+            field = f"tool_choice.{kind}"
+            raise HttpError(400, f"{field} is missing; name what may be called", param=field)
+        case _:
+            raise hosted_choice(given.type)
+
+
+ToolMode = Literal["none", "auto", "required"]
 
 
 class ChatPrompt(Body):
     """The part of a chat that becomes the prompt; /tokenize takes it too."""
 
-    model: str = ""
+    model: ModelName = ""
     messages: Annotated[
         bytes, packed(_messages, Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)])
     ]
-    tools: Annotated[list[ToolText], packed(_tool_texts, Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)])] | None = None
+    tools: Annotated[Offered, packed(_offered, Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)])] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """The last message is the beginning of the answer; `add_generation_prompt` must be false then."""
     chat_template_kwargs: JsonObject | None = None
     """Further variables of the model's chat template."""
+
+    @property
+    def offered(self) -> Offered:
+        return self.tools or Offered()
 
     @property
     def opening(self) -> bytes:
@@ -490,10 +540,15 @@ class ChatPrompt(Body):
         # Of two members of the same name the later one counts.
         members = ", ".join(each[1:-1] for each in variables if each != "{}")
         chat = pb.Chat.FromString(self.opening + self.messages)
-        chat.tools.extend(tool.text for tool in self.tools or ())
+        chat.tools.extend(tool.text for tool in self.offered.functions)
         chat.template_kwargs = f"{{{members}}}" if members else ""
         chat.continue_final_message = bool(self.continue_final_message)
         return chat
+
+
+class Prediction(Body):
+    type: str | None = Field(default=None, max_length=64)
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
 class ChatBody(CommonBody, ChatPrompt):
@@ -501,7 +556,7 @@ class ChatBody(CommonBody, ChatPrompt):
     """The newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Annotated[Choice, packed(_choice, ToolMode | ChatToolChoice)] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32)
     """Goes to the chat template, for models that know it."""
@@ -511,12 +566,13 @@ class ChatBody(CommonBody, ChatPrompt):
         Annotated[str, packed(json.dumps, Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_PARTS, fail_fast=True)])] | None
     ) = None
     """Go to the chat template."""
+    prediction: Prediction | None = None
+    """A hint at the answer, which it cannot change; ignored."""
 
     functions: Annotated[Any, Unsupported("use `tools`", unless=[])] = None
     function_call: Annotated[Any, Unsupported("use `tool_choice`", unless="none")] = None
     audio: Annotated[Any, Unsupported("models here write text", unless={})] = None
     modalities: Annotated[Any, Unsupported("models here write text", unless=["text"])] = None
-    prediction: Annotated[Any, Unsupported("leave it out", unless={})] = None
     web_search_options: Annotated[Any, Unsupported("the router looks nothing up; leave it out", unless={})] = None
     chat_template: Annotated[Any, Unsupported("templates are not taken from clients; the model's own is used", unless="")] = None
     add_special_tokens: Annotated[Any, Unsupported("the chat template writes them", unless=False)] = None
@@ -545,10 +601,17 @@ class ChatBody(CommonBody, ChatPrompt):
             return None
         return self.top_logprobs or 0
 
-    def tool_use(self) -> pb.ToolUse:
-        if isinstance(self.tool_choice, NamedTool):
-            return pb.ToolUse(function=self.tool_choice.function.name)
-        return pb.ToolUse(tool_choice=self.tool_choice or "", single=self.parallel_tool_calls is False)
+    def tool_use(self, format: ToolCallFormat | None) -> ToolUse:
+        """`format`: the model's. Raises HttpError 400, InvalidRequest."""
+        offered, choice = self.offered, self.tool_choice or Choice("")
+        if not offered.functions and offered.omitted and choice.mode == "required":
+            message = (
+                f"tool_choice asks for a call, and the only tools are {', '.join(dict.fromkeys(offered.omitted))}, which are not run here; "
+                "send functions, or leave tool_choice out"
+            )
+            raise HttpError(400, message, param="tool_choice")
+        asked = pb.ToolUse(tool_choice=choice.mode, function=choice.function, single=self.parallel_tool_calls is False)
+        return ToolUse.of(asked, offered.functions, format, allowed=choice.allowed)
 
     def prompt(self) -> pb.Chat:
         """Raises HttpError 400."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -10,14 +10,17 @@ from aiohttp import web
 
 from router.http.blocks import Block, BlockGeneration, Dialect, Event, Kind
 from router.http.choices import finish_of
-from router.http.errors import body_of
+from router.http.errors import HttpError, body_of
 from router.http.front import Front
 from router.http.generation import HEADERS, HttpCall, respond
 from router.http.logprobs import ChatLogprobsWriter, KeptLogprobs
+from router.http.offered_tools import Choice, flat_name
 from router.http.openapi import Described
-from router.http.request_bodies import JsonFormat, JsonObjectFormat, NamedTool, function_text
+from router.http.request_bodies import JsonFormat, JsonObjectFormat, function_text
+from router.http.response_items import joined, reference_of
 from router.http.responses_body import ResponsesBody
 from router.http.sse import KEEP_ALIVE
+from router.http.whole_answer import EMPTY
 from router.json_pieces import Json, small
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -39,14 +42,30 @@ class ResponsesGeneration(BlockGeneration[ResponsesBody]):
         super().__init__(front, body, call)
         logprobs = None if body.num_logprobs is None else ChatLogprobsWriter(self.names)
         in_json = isinstance(body.response_format, JsonFormat | JsonObjectFormat)
+        namespaces = {tool.name: tool.namespace for tool in body.offered.functions if tool.namespace}
         self.dialect = ResponsesDialect(
-            {"id": self.id, **self._request_fields()}, self.id.removeprefix("resp-"), logprobs, in_json=in_json, must_call=self.tools.must
+            {"id": self.id, **self._request_fields()},
+            self.id.removeprefix("resp-"),
+            logprobs,
+            namespaces=namespaces,
+            in_json=in_json,
+            must_call=self.tools.must,
         )
+
+    async def conversation(self) -> pb.Chat:
+        chat = await super().conversation()
+        if self.body.previous_response_id is not None:
+            raise _not_kept("previous_response_id")
+        if any(reference_of(part) for part in chat.messages):
+            raise _not_kept("input")
+        messages = joined(chat.messages)
+        del chat.messages[:]
+        chat.messages.extend(messages)
+        return chat
 
     def _request_fields(self) -> dict[str, Any]:
         """Returns what of the request its answer repeats."""
         body, defaults = self.body, self.front.card.generation
-        choice = body.tool_choice or "auto"
         return {
             "object": self.object,
             "created_at": self.common["created"],
@@ -63,8 +82,8 @@ class ResponsesGeneration(BlockGeneration[ResponsesBody]):
             "store": False,
             "temperature": defaults.temperature if body.temperature is None else body.temperature,
             "text": {"format": self._format()},
-            "tool_choice": {"type": "function", "name": choice.function.name} if isinstance(choice, NamedTool) else choice,
-            "tools": [Json(f'{{"type":"function",{function_text(tool)[1:]}') for tool in body.tools or ()],
+            "tool_choice": _choice(body.tool_choice or Choice("auto")),
+            "tools": [Json(f'{{"type":"function",{function_text(tool)[1:]}') for tool in body.offered.functions],
             "top_logprobs": body.num_logprobs or 0,
             "top_p": defaults.top_p if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -78,6 +97,20 @@ class ResponsesGeneration(BlockGeneration[ResponsesBody]):
             schema_fields = {"description": schema.description, "schema": Json(schema.schema_), "strict": schema.strict is not False}
             return {"type": given.type, "name": schema.name, **schema_fields}
         return {"type": "text"} if given is None else given.model_dump()
+
+
+def _not_kept(param: str) -> HttpError:
+    message = f"{param} refers to an earlier answer, and answers are not kept: send the items so far as `input`"
+    return HttpError(400, message, param=param, code="unsupported_parameter")
+
+
+def _choice(choice: Choice) -> Any:
+    if choice.function:
+        return {"type": "function", "name": choice.function}
+    if choice.allowed is not None:
+        tools = [{"type": "function", "name": name} for name in choice.allowed]
+        return {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
+    return choice.mode
 
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -96,12 +129,14 @@ class ResponsesDialect(Dialect):
         name: str,
         logprobs: ChatLogprobsWriter | None,
         *,
+        namespaces: Mapping[str, str] = EMPTY,
         in_json: bool = False,
         must_call: bool = False,
     ) -> None:
         """`response`: fields that the answer always has. `name`: its items are called after it. `logprobs` None: none were asked for.
-        `in_json`, `must_call`: what the answer is held to."""
-        self._response, self._name, self._logprobs = response, name, logprobs
+        `namespaces`: of functions that belong to one, by the names that the model calls them by. `in_json`, `must_call`: what the answer
+        is held to."""
+        self._response, self._name, self._logprobs, self._namespaces = response, name, logprobs, namespaces
         self.in_json, self._must_call = in_json, must_call
         self._numbers = count()
 
@@ -122,7 +157,7 @@ class ResponsesDialect(Dialect):
         name, place, text = f"{_DELTAS[block.kind]}.done", self._place(block), str(block.text)
         status = "incomplete" if block.cut else "completed"
         if block.kind is Kind.CALL:
-            yield self._event(name, **place, name=block.name, arguments=text)
+            yield self._event(name, **place, **self._called(block), arguments=text)
             yield self._event("output_item.done", output_index=block.index, item=self._item(block, status, ()))
             return
         beside = {"logprobs": self._named(block.logprobs)} if block.kind is Kind.TEXT else {}
@@ -176,6 +211,13 @@ class ResponsesDialect(Dialect):
         place: dict[str, Any] = {"item_id": self._id(block), "output_index": block.index}
         return place if block.kind is Kind.CALL else place | {"content_index": 0}
 
+    def _called(self, block: Block) -> dict[str, str]:
+        """Returns the name of the function, as the client has it."""
+        namespace = self._namespaces.get(block.name)
+        if namespace is None:
+            return {"name": block.name}
+        return {"name": block.name.removeprefix(flat_name(namespace, "")), "namespace": namespace}
+
     def _whole_item(self, block: Block) -> dict[str, Any]:
         parts = () if block.kind is Kind.CALL else (self._part(block, str(block.text), block.logprobs),)
         return self._item(block, "incomplete" if block.cut else "completed", parts)
@@ -189,7 +231,7 @@ class ResponsesDialect(Dialect):
                 fields = {"type": "message", "role": "assistant", "content": parts}
             case Kind.CALL:
                 arguments = "" if status == "in_progress" else str(block.text)
-                fields = {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": arguments}
+                fields = {"type": "function_call", "call_id": block.id, **self._called(block), "arguments": arguments}
         return {"id": self._id(block), **fields, "status": status}
 
     def _part(self, block: Block, text: str, logprobs: KeptLogprobs) -> dict[str, Any]:

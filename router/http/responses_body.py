@@ -1,4 +1,5 @@
-"""The body of POST /v1/responses, read as that of a chat: each field by its name here, and as a chat has it."""
+"""The body of POST /v1/responses, read as that of a chat: each field by its name here, and as a chat has it. Its messages are fragments:
+see router/http/response_items.py."""
 
 from __future__ import annotations
 
@@ -8,9 +9,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from router.http.errors import HttpError
+from router.http.offered_tools import (
+    MAX_TOOL_NAME,
+    Choice,
+    Offered,
+    allowed_choice,
+    flat_name,
+    hosted_choice,
+    is_hosted,
+    unknown_tool,
+)
 from router.http.request_bodies import (
     MAX_MESSAGES,
-    MAX_PARTS,
     MAX_TOKENS,
     MAX_TOOLS,
     Body,
@@ -20,16 +30,16 @@ from router.http.request_bodies import (
     JsonObjectFormat,
     JsonSchemaFormat,
     LarkFormat,
-    NamedFunction,
-    NamedTool,
     RegexFormat,
     ResponseFormat,
     TextFormat,
+    ToolMode,
     Unsupported,
     Whole,
     packed,
     tool_text,
 )
+from router.http.response_items import Item, fragments
 from router.prompting.tool_use import ToolText
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import MAX_LOGPROBS
@@ -37,116 +47,76 @@ from twostep.sampling_params import MAX_LOGPROBS
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class ItemContentPart(Body):
-    type: str = Field(max_length=64)
-    """`input_text`, `output_text`, `refusal`, `reasoning_text` or `summary_text`; others are refused: models here read text."""
-    text: str | None = None
-    refusal: str | None = None
-
-
-ContentParts = Annotated[list[ItemContentPart], Field(max_length=MAX_PARTS, fail_fast=True)]
-
-
-class Item(Body):
-    """One of the conversation so far: a message, a call of a tool, its output, or reasoning that an answer had."""
-
-    type: str = Field(default="message", max_length=64)
-    role: str = Field(default="", max_length=64)
-    content: str | ContentParts | None = None
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
-    output: str | ContentParts | None = None
-    summary: ContentParts | None = None
-
-
 def _messages(given: str | list[Item]) -> bytes:
-    """Returns the items as messages of a chat. An assistant's reasoning, text and calls that follow each other are one message of a
-    chat."""
-    if isinstance(given, str):
-        return pb.Chat(messages=[pb.ChatMessage(role="user", content=given)]).SerializeToString()
-    messages: list[pb.ChatMessage] = []
-    turn: pb.ChatMessage | None = None  # the assistant's, where it goes on
-    for i, item in enumerate(given):
-        path = f"input[{i}]"
-        match item.type:
-            case "message" if item.role and item.role != "assistant":
-                messages.append(pb.ChatMessage(role=item.role, content=_text(f"{path}.content", item.content)))
-                turn = None
-            case "function_call_output":
-                output = _text(f"{path}.output", item.output)
-                messages.append(pb.ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
-                turn = None
-            case "message" | "function_call" | "reasoning":
-                if item.type == "message" and not item.role:
-                    raise HttpError(400, f'{path}.role is missing; say "user", "assistant", "system" or "developer"', param=f"{path}.role")
-                over = turn is None or (item.type != "function_call" and (turn.content or turn.tool_calls))
-                if turn is None or over or (item.type == "reasoning" and turn.reasoning):
-                    turn = pb.ChatMessage(role="assistant")
-                    messages.append(turn)
-                if item.type == "message":
-                    turn.content = _text(f"{path}.content", item.content)
-                elif item.type == "reasoning":
-                    turn.reasoning = _text(f"{path}.content", item.content) or _text(f"{path}.summary", item.summary)
-                elif not item.name:
-                    raise HttpError(400, f"{path}.name is missing; say which function was called", param=f"{path}.name")
-                else:
-                    turn.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
-            case kind:
-                raise HttpError(
-                    400,
-                    f"{path} is of type {kind!r}; send messages, function_call, function_call_output and reasoning items: nothing is kept "
-                    "here that could be referred to, and models here read text",
-                    param=f"{path}.type",
-                    code="unsupported_parameter",
-                )
-    return pb.Chat(messages=messages).SerializeToString()
-
-
-_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-
-
-def _text(path: str, content: str | list[ItemContentPart] | None) -> str:
-    """Parts are lines, as in chats."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for i, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text if part.type in _PARTS else None
-        if text is None:
-            message = f'{path}[{i}] is of type {part.type!r}; models here read text: send {{"type": "input_text", "text": ...}}'
-            raise HttpError(400, message, param=f"{path}[{i}].type", code="unsupported_parameter")
-        texts.append(text)
-    return "\n".join(texts)
+    """Returns the items as fragments of a chat, serialized."""
+    return pb.Chat(messages=list(fragments(given))).SerializeToString()
 
 
 class FlatTool(Body):
     type: str = Field(max_length=64)
-    """`function`; others are refused: no tools are run here."""
-    name: str = Field(default="", max_length=64)
+    """`function`, or a `namespace` of functions; tools that others would run, as `web_search`, are left out."""
+    name: str = Field(default="", max_length=MAX_TOOL_NAME)
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     """A JSON Schema."""
     strict: bool | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """A namespace's."""
 
 
-def _tools(tools: list[FlatTool]) -> list[ToolText]:
+def _offered(tools: list[FlatTool]) -> Offered:
+    functions, omitted = list[ToolText](), list[str]()
+    _offer("tools", tools, "", functions, omitted)
+    if len(functions) > MAX_TOOLS:
+        raise HttpError(400, f"tools has {len(functions)} functions; send at most {MAX_TOOLS}", param="tools")
+    return Offered(tuple(functions), tuple(omitted))
+
+
+def _offer(path: str, tools: list[FlatTool], namespace: str, functions: list[ToolText], omitted: list[str]) -> None:
     for i, tool in enumerate(tools):
-        if tool.type != "function":
-            message = f"tools[{i}] is of type {tool.type!r}; no tools are run here: send functions, and run them where you are"
-            raise HttpError(400, message, param=f"tools[{i}].type", code="unsupported_parameter")
-        if not tool.name:
-            raise HttpError(400, f"tools[{i}].name is missing; name the function", param=f"tools[{i}].name")
-    return [tool_text(FunctionSpec.model_construct(**tool.model_dump(exclude_unset=True, exclude={"type"}))) for tool in tools]
+        where = f"{path}[{i}]"
+        is_namespace = tool.type == "namespace" and not namespace
+        if (is_namespace or tool.type == "function") and not tool.name:
+            raise HttpError(400, f"{where}.name is missing; name the {tool.type}", param=f"{where}.name")
+        if is_namespace:
+            _offer(f"{where}.tools", tool.tools or [], tool.name, functions, omitted)
+        elif tool.type == "function":
+            fields = tool.model_dump(exclude_unset=True, exclude={"type", "tools"}) | {"name": flat_name(namespace, tool.name)}
+            functions.append(tool_text(FunctionSpec.model_construct(**fields), namespace))
+        elif is_hosted(tool.type):
+            omitted.append(tool.type)
+        else:
+            raise unknown_tool(where, tool.type, "no tools are run here: send functions, and run them where you are")
 
 
-class FunctionChoice(Body):
-    type: Literal["function"]
-    name: str = Field(min_length=1)
+class AllowedFunction(Body):
+    type: str = Field(max_length=64)
+    name: str | None = None
+    namespace: str | None = None
 
 
-def _choice(choice: str | FunctionChoice) -> str | NamedTool:
-    return choice if isinstance(choice, str) else NamedTool(type="function", function=NamedFunction(name=choice.name))
+class FlatToolChoice(AllowedFunction):
+    """`type`: `function` or `allowed_tools`."""
+
+    mode: str | None = Field(default=None, max_length=64)
+    """Of allowed tools: `auto` or `required`."""
+    tools: Annotated[list[AllowedFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+
+def _choice(given: str | FlatToolChoice) -> Choice:
+    if isinstance(given, str):
+        return Choice(given)
+    if given.type == "allowed_tools":
+        return allowed_choice(given.mode, [_flat(tool) if tool.type == "function" else None for tool in given.tools or ()])
+    if given.type != "function":
+        raise hosted_choice(given.type)
+    if not given.name:
+        raise HttpError(400, "tool_choice.name is missing; name the function", param="tool_choice.name")
+    return Choice("required", _flat(given))
+
+
+def _flat(tool: AllowedFunction) -> str:
+    return flat_name(tool.namespace or "", tool.name or "")
 
 
 class FlatJsonFormat(JsonSchemaFormat):
@@ -186,11 +156,8 @@ class ResponsesBody(ChatBody):
     instructions: str | None = None
     """A system message before all others."""
     max_tokens: Annotated[int, Whole(1, MAX_TOKENS)] | None = Field(default=None, alias="max_output_tokens")
-    tools: Annotated[list[ToolText], packed(_tools, Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)])] | None = None
-    tool_choice: (
-        Annotated[Literal["none", "auto", "required"] | NamedTool, packed(_choice, Literal["none", "auto", "required"] | FunctionChoice)]
-        | None
-    ) = None
+    tools: Annotated[Offered, packed(_offered, Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)])] | None = None
+    tool_choice: Annotated[Choice, packed(_choice, ToolMode | FlatToolChoice)] | None = None
     response_format: Annotated[ResponseFormat | None, packed(_format, TextConfig)] | None = Field(default=None, alias="text")
     reasoning_effort: Annotated[str | None, packed(lambda reasoning: reasoning.effort, Reasoning)] | None = Field(
         default=None, alias="reasoning"
@@ -203,11 +170,11 @@ class ResponsesBody(ChatBody):
     top_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     metadata: Annotated[str, packed(_metadata, dict[str, JsonValue])] | None = None
     """Up to 16 texts by name; they are told in the answer."""
+    store: bool | None = None
+    """false: nothing of the answer is kept."""
+    previous_response_id: str | None = Field(default=None, max_length=256)
+    """The conversation goes on after this answer, which was stored."""
 
-    store: Annotated[Any, Unsupported("answers are not kept: set store to false, and send the items so far as `input`", unless=False)] = (
-        None
-    )
-    previous_response_id: Annotated[Any, Unsupported("answers are not kept: send the items so far as `input`")] = None
     conversation: Annotated[Any, Unsupported("conversations are not kept: send the items so far as `input`")] = None
     background: Annotated[Any, Unsupported("leave it out, and stream; or send it to /v1/batches as a chat", unless=False)] = None
     prompt_: Annotated[Any, Unsupported("templates are not kept: send `instructions` and `input`")] = Field(default=None, alias="prompt")

@@ -14,7 +14,7 @@ from pydantic import Field
 from router.http.errors import HttpError, blaming
 from router.http.front import FRONT, IDENTITY, parsed
 from router.http.openapi import Described
-from router.http.request_bodies import Body, ChatPrompt, IdArray, TokenId, adapt_roles, ids_of, packed, parse_body
+from router.http.request_bodies import Body, ChatPrompt, IdArray, ModelName, TokenId, adapt_roles, ids_of, packed, parse_body
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -29,7 +29,7 @@ _MAX_INLINE_IDS = 2048
 
 
 class TokenizeText(Body):
-    model: str = ""
+    model: ModelName = ""
     prompt: str
     add_special_tokens: bool | None = None
     """Whether the tokenizer puts something around a text; true if not given."""
@@ -41,7 +41,7 @@ class TokenizeChat(ChatPrompt):
 
 
 class DetokenizeBody(Body):
-    model: str = ""
+    model: ModelName = ""
     tokens: Annotated[IdArray, packed(ids_of, Annotated[list[TokenId], Field(fail_fast=True)])]
     """131,072 at most, or what the model's context has if that is more."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ TOOL_CHOICES = ("auto", "none", "required")
 
 
 class ToolText(NamedTuple):
-    """`text`: the whole tool, as JSON. `strict` None: the client has not said."""
+    """`text`: the whole tool, as JSON. `strict` None: the client has not said. `namespace`: of the client's, whose name begins `name`."""
 
     name: str
     strict: bool | None
     text: str
+    namespace: str = ""
 
     @classmethod
     def read(cls, index: int, text: str) -> ToolText:
@@ -43,16 +44,20 @@ class ToolText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`format` None: answers have no calls, and none are looked for. `must`: the answer is nothing but calls, of `tools`."""
+    """`format` None: answers have no calls, and none are looked for. `must`: the answer is nothing but calls, of `tools`. `limited`: the
+    prompt shows more tools than may be called."""
 
     format: ToolCallFormat | None = None
     tools: tuple[ToolText, ...] = ()
     must: bool = False
     parallel: bool = True
+    limited: bool = False
 
     @classmethod
-    def of(cls, asked: pb.ToolUse, tools: Sequence[ToolText], format: ToolCallFormat | None) -> ToolUse:
-        """`format`: the model's. Raises InvalidRequest for what cannot be done."""
+    def of(
+        cls, asked: pb.ToolUse, tools: Sequence[ToolText], format: ToolCallFormat | None, *, allowed: Collection[str] | None = None
+    ) -> ToolUse:
+        """`format`: the model's. `allowed`: names of those that may be called, None: all. Raises InvalidRequest for what cannot be done."""
         choice, function = asked.tool_choice or "auto", asked.function
         if choice not in TOOL_CHOICES:
             raise InvalidRequest(f"tool_choice is {choice[:64]!r}; give one of {', '.join(TOOL_CHOICES)}, or a function")
@@ -73,12 +78,17 @@ class ToolUse:
             tools = [tool for tool in tools if tool.name == function]
             if not tools:
                 raise InvalidRequest(f"tool_choice.function.name is {function[:64]!r}, which is none of the tools; add it, or name another")
+        num_shown = len(tools)
+        if allowed is not None:
+            if unknown := set(allowed) - {tool.name for tool in tools}:
+                raise InvalidRequest(f"tool_choice allows {min(unknown)[:64]!r}, which is none of the tools; add it, or leave it out")
+            tools = [tool for tool in tools if tool.name in allowed]
         must = choice == "required" or bool(function)
-        return cls(format, tuple(tools), must, parallel=not (function or asked.single))
+        return cls(format, tuple(tools), must, parallel=not (function or asked.single), limited=len(tools) < num_shown)
 
     def prepare(self, request: pb.GenerateRequest, tokenizer: Tokenizer) -> None:
-        """Holds the answer to calls if there must be some, and the arguments of strict functions to their schemas. What else the answer is
-        held to holds where it calls nothing."""
+        """Holds the answer to calls if there must be some, calls to the functions that are allowed, and arguments of strict functions to
+        their schemas. What else the answer is held to holds where it calls nothing."""
         if self.format is None:
             return
         grammar = None
@@ -86,7 +96,7 @@ class ToolUse:
             grammar = tool_call_grammar(self.format, self._functions(), tokenizer, parallel=self.parallel)
             if not self.must:
                 grammar = either(grammar, asked_grammar(request.sampling.grammar))
-        elif any(tool.strict for tool in self.tools):
+        elif self.limited or any(tool.strict for tool in self.tools):
             grammar = strict_grammar(self.format, self._functions(), tokenizer, parallel=self.parallel)
         if grammar is not None:
             request.sampling.grammar.CopyFrom(grammar_to_proto(grammar))

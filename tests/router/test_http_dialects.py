@@ -314,17 +314,14 @@ async def test_log_probabilities_of_a_response(hermes: Cluster) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "about"),
     [
-        (RESPONSES, {"store": True}, "store"),
         (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
         (RESPONSES, {"background": True}, "background"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         (RESPONSES, {"max_tokens": 5}, "max_tokens"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         (RESPONSES, {"input": []}, "input"),
         (MESSAGES, {"max_tokens": None}, "max_tokens"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
-        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         (MESSAGES, {"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         (MESSAGES, {"model": "other"}, "model"),
     ],
