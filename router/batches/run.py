@@ -2,12 +2,15 @@
 
     1. a number of its own, and the state that the run before left                        store.begin_run
     2. the input is looked through; what is wrong with it ends the batch                  store.read_input
-    3. what no run has answered is asked, so many requests at once, each answer on disk
-       before the next is asked                                                           _answer_all
+    3. what no run has answered is asked, so many requests at once, each try on disk
+       before it begins, each answer before the next is asked                             _answer_all
     4. answers of all runs go into an output file and an error file, in the input's order    store.publish
     5. the state that clients see at last                                                 store.end, store.close
 
 A run that is cancelled, loses its lease, or fails to write stops wherever it is: the next begins at 1.
+
+A request that was being tried when a router died is asked again alone: no other such request of any batch runs beside it on that router.
+If a router dies once more meanwhile, the request has failed.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 from router.batches.disk import Threads
-from router.batches.journal import NO_USAGE, AnswerRecord, GroupWriter, Usage
+from router.batches.journal import NO_USAGE, AnswerRecord, GroupWriter, LeftRecord, Record, Results, TryRecord, Usage
 from router.batches.lines import InputLine, answered, body_bytes, unanswered
 from router.batches.records import AnswerCounts, BatchRequest, BatchStatus, RunState, owner_of
 from router.batches.store import BatchStore
@@ -45,6 +48,8 @@ _LONGEST_S = 30.0
 MAX_FAILURES = 3
 # A request whose workers are lost each time may be why.
 MAX_LOSSES = 8
+# The second time it was the only suspect.
+MAX_DEATHS = 2
 
 
 def retry_s(error: Exception, num_before: int, draw: float) -> float | None:
@@ -109,22 +114,25 @@ class BatchRun:
         endpoints: Endpoints,
         held: Callable[[], bool],
         gate: asyncio.Semaphore,
+        alone: asyncio.Lock,
         metrics: BatchMetrics,
         look_s: float = _LOOK_S,
         wall: Callable[[], float] = time.time,
         late: Callable[[], float] = time.time,
     ) -> None:
-        """`held`: whether this router has the lease. `gate`: for the requests of all batches. `wall`: what time it is; `late`: what time it
+        """`held`: whether this router has the lease. `gate`: for the requests of all batches; `alone`: for those of all batches that a
+        router may have died of. `wall`: what time it is; `late`: what time it
         is at least, for what cannot be undone."""
         self._store, self._threads, self._asked = store, threads, asked
         self._id, self._owner = asked.id, owner_of(asked.tenant)
-        self._endpoints, self._held, self._gate = endpoints, held, gate
+        self._endpoints, self._held, self._gate, self._alone = endpoints, held, gate, alone
         self._look_s, self._wall, self._late = look_s, wall, late
         self._metrics = metrics
         self.status = BatchStatus.VALIDATING
         self._tally = AnswerCounts()
         self._writer = GroupWriter(self._write)
         self._leaving = False
+        self._has_tried = False
         self._state: RunState
 
     def leave(self) -> None:
@@ -137,7 +145,11 @@ class BatchRun:
         # Clients do not see it fall back.
         self._tally, self.status = self._state.tally, self._state.status
         if not self._state.status.final:
-            await self._to_the_end()
+            try:
+                await self._to_the_end()
+            except BaseException:
+                await self._leave()
+                raise
         await self._threads.short(self._store.close, self._owner, self._id)
 
     async def _to_the_end(self) -> None:
@@ -152,44 +164,58 @@ class BatchRun:
         if end is not None:
             await self._give_up(found.lines, end)
         await self._become(BatchStatus.FINALIZING, total=len(found.lines))
-        results = await self._threads.long(self._store.results, self._owner, self._id)
+        results = await self._results()
         self._check_lease()
         output, errors = await self._threads.long(self._store.publish, self._asked, self._state.epoch, found.lines, results)
-        self._tally = results.tally
         await self._become(end or BatchStatus.COMPLETED, output_file_id=output, error_file_id=errors)
+
+    async def _leave(self) -> None:
+        """Notes that the tries under way ended with this run, and not with its router."""
+        if self._has_tried:
+            with suppress(TwostepError):
+                await self._write([LeftRecord()])
 
     # ---- requests ----------------------------------------------------------------------------------------------------------------
 
     async def _answer_all(self, lines: list[InputLine]) -> BatchStatus | None:
         """Answers all requests that have no answer yet. Returns why it stopped before that; None: there is an answer to each."""
         for _ in range(_MAX_PASSES):
-            pending = await self._pending(lines)
+            results = await self._results()
+            pending, deaths = results.unanswered(lines), results.deaths
             if not pending:
                 return None
-            end = await self._ask(deque(pending))
-            if end is not None:
-                return end
+            deadly = [line for line in pending if deaths[line.custom_id] >= MAX_DEATHS]
+            await self._write_unanswered([_no_answer(line, *_DEADLY) for line in deadly])
+            for suspect in (True, False):
+                asked = [line for line in pending if line not in deadly and bool(deaths[line.custom_id]) is suspect]
+                end = await self._ask(asked, alone=suspect)
+                if end is not None:
+                    return end
+        results = await self._results()
         await self._write_unanswered(
-            [_no_answer(line, "data_loss", "the answer was lost on disk, again and again") for line in await self._pending(lines)]
+            [_no_answer(line, "data_loss", "the answer was lost on disk, again and again") for line in results.unanswered(lines)]
         )
         return None
 
-    async def _pending(self, lines: list[InputLine]) -> list[InputLine]:
-        results = await self._threads.long(self._store.results, self._owner, self._id)
+    async def _results(self) -> Results:
+        results = await self._threads.long(self._store.results, self._owner, self._id, self._state.epoch)
         self._tally = results.tally
-        return [line for line in lines if line.custom_id not in results.places]
+        return results
 
-    async def _ask(self, pending: deque[InputLine]) -> BatchStatus | None:
-        """Answers the pending requests, several at a time, until none is left, or there is a reason to stop."""
+    async def _ask(self, lines: list[InputLine], *, alone: bool) -> BatchStatus | None:
+        """Answers requests, several at a time, until none is left, or there is a reason to stop. `alone`: one at a time, on this router."""
+        pending = deque(lines)
 
         async def work() -> None:
             while pending and not self._leaving:
-                await self._answer(pending.popleft())
+                async with self._alone if alone else nullcontext():
+                    if not self._leaving:
+                        await self._answer(pending.popleft())
 
         async def work_together() -> None:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self._store.files.config.concurrency, len(pending))):
+                    for _ in range(min(1 if alone else self._store.files.config.concurrency, len(pending))):
                         group.create_task(work())
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
@@ -235,6 +261,9 @@ class BatchRun:
     async def _answer(self, line: InputLine) -> None:
         """Asks for one answer, however often it takes. The answer is on disk when it returns."""
         request_id = uuid.uuid4().hex
+        await self._until_it_makes_sense()
+        self._has_tried = True
+        await self._writer.write(TryRecord(line.custom_id))
         request = await self._threads.short(self._store.read_request, self._asked, line)
         if request.body.get("stream"):
             error = InvalidRequest("stream is not for batches, whose answers come whole; leave it out")
@@ -243,10 +272,6 @@ class BatchRun:
         body = await self._threads.short(body_bytes, request.body)
         num_failed = 0
         while True:
-            while not (self._endpoints.ready() and await self._threads.short(self._store.files.has_room, self._owner)):
-                if self._leaving:
-                    raise RouterLeaving(self._id)
-                await asyncio.sleep(self._look_s)
             async with AsyncExitStack() as held:
                 try:
                     async with self._gate:
@@ -264,6 +289,14 @@ class BatchRun:
             num_failed += 1
             self._metrics.retries.inc()
             await asyncio.sleep(wait_s)
+            await self._until_it_makes_sense()
+
+    async def _until_it_makes_sense(self) -> None:
+        """Waits for workers, and for room for answers. Raises RouterLeaving."""
+        while not (self._endpoints.ready() and await self._threads.short(self._store.files.has_room, self._owner)):
+            if self._leaving:
+                raise RouterLeaving(self._id)
+            await asyncio.sleep(self._look_s)
 
     async def _keep(self, entry: AnswerRecord) -> None:
         await self._writer.write(entry)
@@ -279,16 +312,18 @@ class BatchRun:
     async def _give_up(self, lines: list[InputLine], end: BatchStatus) -> None:
         """Writes down that what has no answer gets none."""
         code, message = _REASONS[end]
-        pending = await self._pending(lines)
+        pending = (await self._results()).unanswered(lines)
         for start in range(0, len(pending), 1000):
             await self._write_unanswered([_no_answer(line, code, message) for line in pending[start : start + 1000]])
 
     # ---- disk --------------------------------------------------------------------------------------------------------------------
 
-    async def _write(self, entries: list[AnswerRecord]) -> None:
+    async def _write(self, entries: Sequence[Record]) -> None:
         await self._threads.short(self._store.record, self._owner, self._id, self._state.epoch, entries)
 
     async def _write_unanswered(self, entries: list[AnswerRecord]) -> None:
+        if not entries:
+            return
         await self._write(entries)
         self._metrics.requests["unanswered"].inc(len(entries))
 
@@ -306,6 +341,11 @@ class BatchRun:
             raise LeaseLost(self._id)
 
 
+_DEADLY = (
+    "router_lost",
+    f"{MAX_DEATHS} routers ended without notice while they worked on this request, and no other can be why; look into their logs, and "
+    "change the request",
+)
 _REASONS = {
     BatchStatus.CANCELLED: ("batch_cancelled", "the batch was cancelled before this request was answered"),
     BatchStatus.EXPIRED: (

@@ -138,7 +138,7 @@ class Batches:
         self.files = FileStore(config, self._disk, wall=clock.unix)
         self.store = BatchStore(self._disk, self.files)
         self._clock, self._wall = clock, clock.unix
-        self._gate = asyncio.Semaphore(config.concurrency)
+        self._gate, self._alone = asyncio.Semaphore(config.concurrency), asyncio.Lock()
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._owners: dict[str, str] = {}
         self._not_before: dict[str, float] = {}
@@ -274,6 +274,7 @@ class Batches:
             endpoints=self._endpoints,
             held=lease.held,
             gate=self._gate,
+            alone=self._alone,
             metrics=self._metrics,
             wall=self._wall,
             late=self._late,

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from router.batches.disk import Disk
 from router.batches.files import FileStore, Page, names_in, page_of
-from router.batches.journal import AnswerRecord, Results, decode, encode
+from router.batches.journal import AnswerRecord, Record, Results, decode, encode
 from router.batches.lines import MAX_REQUESTS, InputLine, LineRequest, duplicate, parse_line
 from router.batches.records import BATCH_ID, MAX_ERRORS, BatchRequest, LineError, RunState, from_json, is_output_of, owner_of, to_json
 from twostep.errors import DataLoss, NotFound, ResourceExhausted
@@ -146,8 +146,8 @@ class BatchStore:
     def write_state(self, owner: str, batch_id: str, state: RunState) -> None:
         self._disk.write(self._folder(owner, batch_id) / f"run-{state.epoch:08}.json", to_json(state))
 
-    def record(self, owner: str, batch_id: str, epoch: int, entries: list[AnswerRecord]) -> None:
-        """Writes a batch's record. It is on disk when this returns."""
+    def record(self, owner: str, batch_id: str, epoch: int, entries: Iterable[Record]) -> None:
+        """Adds to the journal of a run. It is on disk when this returns."""
         self._disk.append(self._log(self._folder(owner, batch_id), epoch), b"".join(map(encode, entries)))
 
     def end(self, owner: str, batch_id: str, state: RunState) -> None:
@@ -166,13 +166,13 @@ class BatchStore:
     def is_over(self, owner: str, batch_id: str) -> bool:
         return (self._folder(owner, batch_id) / "end.json").exists()
 
-    def results(self, owner: str, batch_id: str) -> Results:
-        """Reads the answers of all runs."""
+    def results(self, owner: str, batch_id: str, epoch: int) -> Results:
+        """Reads the journals of all runs. That of `epoch` is the caller's."""
         folder, found = self._folder(owner, batch_id), Results()
-        for epoch in _epochs(folder):
+        for each in _epochs(folder):
             try:
-                with self._log(folder, epoch).open("rb") as log:
-                    found.read(epoch, log)
+                with self._log(folder, each).open("rb") as log:
+                    found.read(each, log, runs=each == epoch)
             except FileNotFoundError:
                 continue
         return found
@@ -242,7 +242,7 @@ class BatchStore:
                         continue
                     logs[place.epoch].seek(place.offset)
                     entry = decode(logs[place.epoch].read(place.length))
-                    if entry is None:
+                    if not isinstance(entry, AnswerRecord):
                         raise DataLoss("a batch's answers have changed on disk while they were put together; look after the volume")
                     yield entry.payload + b"\n"
 
