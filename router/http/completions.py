@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from aiohttp import web
@@ -15,6 +16,7 @@ from router.http.generation import HEADERS, HttpCall, HttpGeneration, respond
 from router.http.logprobs import TextLogprobsWriter
 from router.http.openapi import Described
 from router.http.request_bodies import DEFAULT_MAX_TOKENS, CompletionBody
+from router.http.text_places import TextPlaces
 from router.http.tokens import decoded
 from router.prompting.prompt import Prompt, no_room
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -38,6 +40,7 @@ class CompletionGeneration(HttpGeneration[CompletionBody]):
         self._prompts = body.prompts()
         # What the texts of each prompt's answers begin with.
         self._echoes = [""] * len(self._prompts)
+        self._read: list[Prompt | None] = [None] * len(self._prompts)
         self._request.text = ""  # it is one of text; the prompt is read apart
         for index, prompt in enumerate(self._prompts):
             # Before millions of them are looked at once more.
@@ -68,10 +71,18 @@ class CompletionGeneration(HttpGeneration[CompletionBody]):
         if self.body.echo:
             self._echoes[index] = given if isinstance(given, str) else await decoded(self.front.tokenizer, given)
         self.check_repeated(prompt, self._echoes[index])
+        self._read[index] = prompt
         return replace(prompt, unasked=DEFAULT_MAX_TOKENS)
 
     def teller(self, index: int) -> TextTeller:
-        return TextTeller(TextLogprobsWriter(self.names), lambda: self._echoes[index // self.n])
+        number = index // self.n
+        return TextTeller(TextLogprobsWriter(self.names, partial(self._places, number)), lambda: self._echoes[number])
+
+    def _places(self, number: int) -> TextPlaces:
+        prompt = self._read[number]
+        assert prompt is not None, "tokens come after their prompt is read"
+        detokenizer = prompt.detokenizer(in_grammar=self._request.sampling.HasField("grammar"))
+        return TextPlaces(prompt.tokenizer, detokenizer, echo=self._echoes[number])
 
 
 class TextTeller(Teller):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from router.http.text_places import TextPlaces
 from router.json_pieces import small
 from router.request.memory_budget import Holding
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -41,6 +42,10 @@ class Kept(NamedTuple):
     logprob: float | None
     top: list[tuple[int, float]]
     rank: int = 0
+
+    @property
+    def of_prompt(self) -> bool:
+        return self.logprob is None or self.rank > 0
 
 
 class KeptLogprobs:
@@ -201,9 +206,13 @@ class ChatLogprobsWriter(LogprobsWriter):
 
 
 class TextLogprobsWriter(LogprobsWriter):
-    """Writes those of /v1/completions. Offsets go on counting from one piece to the next, in characters of the tokens' names."""
+    """Writes those of /v1/completions."""
 
-    _offset = 0
+    def __init__(self, names: TokenNames, places: Callable[[], TextPlaces]) -> None:
+        """`places`: of the answer's tokens, known once the prompt is read."""
+        super().__init__(names)
+        self._make_places = places
+        self._places: TextPlaces | None = None
 
     def _as_object(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
         return {
@@ -214,9 +223,10 @@ class TextLogprobsWriter(LogprobsWriter):
         }
 
     def _offsets(self, kept: Iterable[Kept]) -> Iterator[int]:
+        if self._places is None:
+            self._places = self._make_places()
         for each in kept:
-            yield self._offset
-            self._offset += len(self._names.name(each.token_id))
+            yield self._places.in_echo(each.token_id) if each.of_prompt else self._places.in_answer(each.token_id)
 
     def _top(self, kept: Kept) -> dict[str, float] | None:
         """Returns the likeliest tokens, and the token itself wherever it is among them."""

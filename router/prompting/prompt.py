@@ -67,10 +67,17 @@ class Prompt:
 
     def answer(self, sampling: SamplingParams) -> AnswerReader:
         splitter = None if self.reasoning is None else self.reasoning.splitter(self.begun)
-        # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
+        return AnswerReader(self.tokenizer, sampling, splitter, prompt=self._before(in_grammar=sampling.grammar is not None))
+
+    def detokenizer(self, *, in_grammar: bool) -> Detokenizer:
+        """Returns a new one, which reads an answer's tokens as `answer` does."""
+        return Detokenizer(self.tokenizer, self._before(in_grammar=in_grammar))
+
+    def _before(self, *, in_grammar: bool) -> Sequence[int]:
+        """Returns the tokens that the answer's text goes on with."""
         before = self.ids if self.before is None else self.before
-        before = before if sampling.grammar is None else self.tokenizer.anchor or before
-        return AnswerReader(self.tokenizer, sampling, splitter, prompt=before)
+        # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
+        return self.tokenizer.anchor or before if in_grammar else before
 
     def held(self, sampling: SamplingParams) -> SamplingParams:
         """Returns the parameters with a grammar that begins behind the reasoning. A grammar is of the answer: the model thinks freely

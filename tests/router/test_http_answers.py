@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from http_fakes import CHAT, MESSAGES, RENDERED, TEXT, chat, served, streamed, text_in, told
+from http_fakes import CHAT, MESSAGES, RENDERED, TEXT, chat, raw_events, served, streamed, text_in, told
 from openai import AsyncOpenAI
 from router_fakes import ANSWER_TEXT, Cluster, FakeDecode, FakePrefill
 
@@ -180,10 +180,31 @@ async def test_logprobs_of_completions(cluster: Cluster, http: aiohttp.ClientSes
     by_id = (await told(http, TEXT, body | {"return_tokens_as_token_ids": True}))["choices"][0]["logprobs"]["tokens"]
     assert whole["token_logprobs"] == [-0.5 - position for position in range(12)]
     assert [int(name.removeprefix("token_id:")) for name in by_id] == cluster.expected(12)
-    offset = 0
-    for name, at, top in zip(whole["tokens"], whole["text_offset"], whole["top_logprobs"], strict=True):
-        assert (at, set(top)) == (offset, {"<|endoftext|>", name})
-        offset += len(name)
+    for name, top in zip(whole["tokens"], whole["top_logprobs"], strict=True):
+        assert set(top) == {"<|endoftext|>", name}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"echo": True}, {"stop": "größte"}, {"skip_special_tokens": False}, {"prompt": [5, 6, 7], "echo": True}]
+)
+async def test_offsets_of_tokens_are_places_in_the_text(cluster: Cluster, http: aiohttp.ClientSession, fields: dict[str, Any]) -> None:
+    body = {"prompt": "Größe 日本?", "max_tokens": 40, "logprobs": 1, **fields}
+    # The first token of a prompt has no log probability, which OpenAI's type does not know.
+    async with http.post(TEXT, json=body) as answer:
+        choice = (await answer.json())["choices"][0]
+    async with http.post(TEXT, json=body | {"stream": True}) as answer:
+        events = [event["choices"][0] for event in (await raw_events(answer))[:-1]]
+    text, found = choice["text"], choice["logprobs"]
+    assert "".join(event["text"] for event in events) == text
+    on_the_way = [at for event in events for at in (event["logprobs"] or {"text_offset": []})["text_offset"]]
+    assert on_the_way == found["text_offset"][-len(on_the_way) :]
+    assert found["text_offset"] == sorted(found["text_offset"])
+    seen = [text.startswith(name, at) for name, at in zip(found["tokens"], found["text_offset"], strict=True) if at < len(text)]
+    named = [name for name, at in zip(found["tokens"], found["text_offset"], strict=True) if at < len(text)]
+    # Others are parts of characters.
+    assert all(there or name.startswith("bytes:") for there, name in zip(seen, named, strict=True))
+    assert "stop" in fields or any(name.startswith("bytes:") for name in named)
+    assert sum(seen) > 3
 
 
 async def test_phases_come_to_whoever_asks(http: aiohttp.ClientSession) -> None:

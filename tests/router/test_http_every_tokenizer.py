@@ -61,6 +61,8 @@ async def test_completions_and_chats(odd_cluster: Cluster) -> None:
             if "logprobs" in body:
                 parts = [event["choices"][0]["logprobs"] or {"tokens": []} for event in events]
                 assert text == "".join(whole["logprobs"]["tokens"]) == "".join(name for part in parts for name in part["tokens"])
+                for name, place in zip(whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"], strict=True):
+                    assert text.startswith(name, place)
             return text, list(cluster.prefills[0].requests[0].token_ids)
 
         prompt = "The quick brown fox"

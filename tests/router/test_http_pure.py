@@ -24,11 +24,13 @@ from router.http.errors import HttpError, blaming, body_of
 from router.http.generation import grammar_of, request_of, sampling_of, timeout_of
 from router.http.logprobs import ChatLogprobsWriter, TextLogprobsWriter, TokenNames
 from router.http.request_bodies import ChatBody, CompletionBody, parse_body
+from router.http.text_places import TextPlaces
 from router.request.memory_budget import Holding
 from router.request.targets import Reason, Refused
 from router.serving.answers import choice_seed
 from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted, Unavailable
 from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.text.detokenizer import Detokenizer
 from twostep.text.tokenizer import TokenBytes, Tokenizer
 
 HEAD = {"id": "i", "created": 1, "model": 'a "model"', "system_fingerprint": "fp_0"}
@@ -280,7 +282,8 @@ def test_the_bytes_of_tokens_are_those_of_the_text(bare_tokenizer: Tokenizer, te
     token_bytes = TokenBytes(bare_tokenizer)
     ids = bare_tokenizer.encode(text)
     assert b"".join(token_bytes.of(token_id) for token_id in ids) == text.encode()
-    told = TextLogprobsWriter(TokenNames(token_bytes)).of(ids, [pb.TokenLogprobs(logprob=float("-inf"))] * len(ids))
+    writer = TextLogprobsWriter(TokenNames(token_bytes), lambda: TextPlaces(bare_tokenizer, Detokenizer(bare_tokenizer)))
+    told = writer.of(ids, [pb.TokenLogprobs(logprob=float("-inf"))] * len(ids))
     assert told["token_logprobs"] == [-9999.0] * len(ids)
     assert token_bytes.of(1 << 30) == b""
 
