@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from router.http.request_bodies import Body, ChatPrompt, IdArray, ModelName, Tok
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small
 from twostep.rpc.v1 import inference_pb2 as pb
+from twostep.text.model_card import SPECIAL_TOKENS
 from twostep.text.tokenizer import Tokenizer
 
 routes = web.RouteTableDef()
@@ -105,6 +106,22 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
         raise HttpError(400, f"tokens[{at}] is {wrong}; the vocabulary of this model has ids from 0 to {last}", param=f"tokens[{at}]")
     text = await decoded(front.tokenizer, body.tokens, skip_special_tokens=False)
     return await _respond(request, {"prompt": text}, len(text))
+
+
+@routes.get("/tokenizer_info")
+@Described("The tokenizer's special tokens and the chat template.")
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """Has what a client needs to write chats as /tokenize does. Whoever may ask /tokenize sees the template's texts anyway."""
+    front = request.app[FRONT]
+    card = front.card
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # transformers' name for what reads any tokenizer.json
+        "model_max_length": front.inference.max_model_len,
+        **dict.fromkeys(SPECIAL_TOKENS),
+        **card.special_tokens,
+        "chat_template": card.chat_template,
+    }
+    return web.json_response(fields)
 
 
 async def decoded(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

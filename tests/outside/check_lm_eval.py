@@ -46,7 +46,9 @@ metric_list: [{{metric: exact_match}}]
 TOLERANCE = 2e-3
 
 
-def evaluate(url: str, model: str, *flags: str) -> dict[str, list[dict[str, Any]]]:
+def evaluate(
+    url: str, model: str, *flags: str, tokenizer: str = f"tokenizer={MODEL_DIR},tokenizer_backend=huggingface"
+) -> dict[str, list[dict[str, Any]]]:
     """Returns the samples of each task."""
     with tempfile.TemporaryDirectory(prefix="ts-") as name:
         folder = Path(name)
@@ -54,7 +56,7 @@ def evaluate(url: str, model: str, *flags: str) -> dict[str, list[dict[str, Any]
         data.write_text("".join(json.dumps({"question": question, "choices": choices}) + "\n" for question, choices in QUESTIONS))
         for task, text in (("choices", CHOICES), ("answers", ANSWERS)):
             (folder / f"{task}.yaml").write_text(text.format(data=data))
-        about = f"model={model},base_url={url}/v1/completions,tokenizer={MODEL_DIR},tokenizer_backend=huggingface"
+        about = f"model={model},base_url={url}/v1/completions,{tokenizer}"
         words = [
             str(Path(sys.executable).with_name("lm_eval")),
             *(
@@ -100,6 +102,19 @@ def loglikelihoods_are_those_of_transformers(url: str, model: str) -> str:
             worst, num = max(worst, abs(mine - theirs)), num + 1
         assert all(sample["resps"][0][0] for sample in samples["answers"]), "an answer is empty"
     return f"{num} loglikelihoods, at most {worst:.1e} apart"
+
+
+@check
+def a_remote_tokenizer_gives_the_same(url: str, model: str) -> str:
+    local, remote = (evaluate(url, model), evaluate(url, model, tokenizer="tokenizer_backend=remote"))
+    num = 0
+    for mine, theirs in zip(local["choices"], remote["choices"], strict=True):
+        for (likely, greedy), (also_likely, also_greedy) in zip(mine["filtered_resps"], theirs["filtered_resps"], strict=True):
+            assert abs(float(likely) - float(also_likely)) < TOLERANCE, (likely, also_likely)
+            assert greedy == also_greedy
+            num += 1
+    assert [sample["resps"] for sample in local["answers"]] == [sample["resps"] for sample in remote["answers"]]
+    return f"{num} loglikelihoods without the model's files"
 
 
 if __name__ == "__main__":

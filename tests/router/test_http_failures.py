@@ -15,7 +15,8 @@ import aiohttp
 import grpc
 import openai
 import pytest
-from http_fakes import CHAT, MESSAGES, TEXT, chat, events_of, open_client, open_http, refused, served, told, when
+from http_fakes import CHAT, MESSAGES, RENDERED, TEXT, chat, events_of, open_client, open_http, refused, served, told, when
+from jinja2 import Template
 from openai import AsyncOpenAI
 from router_fakes import MAX_MODEL_LEN, Cluster, FakeDecode, FakePrefill, Script, after, refuse, until
 
@@ -273,6 +274,9 @@ async def test_tokens_and_back(cluster: Cluster, http: aiohttp.ClientSession) ->
     assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 2048)
     assert len(found["token_strs"]) == len(ids)
     assert (await told(http, "/tokenize", {"prompt": ""}))["tokens"] == []
+    info = await told(http, "/tokenizer_info")
+    assert Template(info["chat_template"]).render(messages=MESSAGES, add_generation_prompt=True) == RENDERED
+    assert (info["eos_token"], info["bos_token"], info["model_max_length"]) == ("<|im_end|>", None, 2048)
     for tokens, text in ((ids, "the größte"), ([], "")):
         assert await told(http, "/detokenize", {"model": "m", "tokens": tokens}) == {"prompt": text}
     await told(http, "/detokenize", {"tokens": [size - 1]})

@@ -14,7 +14,7 @@ from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import SamplingParams
 from twostep.text.tokenizer_files import read_tokenizer
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # The longest there are have 30,000 characters.
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_EOS_IDS = 1024
@@ -202,7 +202,7 @@ def _chat_templates(model_dir: Path, tokenizer_config: dict[str, Any]) -> dict[s
 
 def _special_tokens(tokenizer_config: dict[str, Any], token_map: dict[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for key in _SPECIAL_TOKENS:
+    for key in SPECIAL_TOKENS:
         value = tokenizer_config.get(key, token_map.get(key))
         if isinstance(value, dict):
             value = value.get("content")
