@@ -60,11 +60,13 @@ class Choice(NamedTuple):
 
 def hosted_choice(kind: str) -> HttpError:
     """Returns the refusal of a tool choice that is of neither kind the API has for functions."""
+    param = "tool_choice"
     if is_hosted(kind):
         message = f"tool_choice asks for {kind!r}, which is not run here; name one of your functions, or leave tool_choice out"
     else:
         message = f'tool_choice.type is {kind[:64]!r}; give "function" or "allowed_tools", or a tool_choice of "auto", "none" or "required"'
-    return HttpError(400, message, param="tool_choice", code="unsupported_parameter")
+        param = "tool_choice.type"
+    return HttpError(400, message, param=param, code="unsupported_parameter")
 
 
 def allowed_choice(mode: str | None, names: Iterable[str | None]) -> Choice:
