@@ -35,11 +35,10 @@ def test_room(each_gib: int, memory_gib: int, cores: int, gpus: int | None, room
     assert (found.num_workers, found.limit) == room
 
 
-def test_what_a_worker_needs(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 5000)
-    need = memory_of(tmp_path, fake=False, on_gpu=False, kv_cache_bytes=2 * GIB)
+def test_what_a_worker_needs() -> None:
+    need = memory_of(5000, fake=False, on_gpu=False, kv_cache_bytes=2 * GIB)
     assert need == 3 * GIB + 5000
-    assert memory_of(tmp_path, fake=True, on_gpu=False, kv_cache_bytes=0) < need
+    assert memory_of(5000, fake=True, on_gpu=False, kv_cache_bytes=0) < need
 
 
 # ---- what to do ----------------------------------------------------------------------------------------------------------

@@ -95,8 +95,8 @@ def test_all_that_is_wrong_is_said_at_once(tiny_llama_dir: Path, monkeypatch: py
     words = f"up --model {tiny_llama_dir} --decode 59 --tensor-parallel-size 3 --max-model-len 1000000 --ray-store-bytes {1 << 49}"
     with pytest.raises(SetupError) as refusal:
         planned(told(*words.split(), "--kv-cache-memory-bytes", str(1 << 44), "--block-size", "1", "--port", "0"))
-    named = ("--overcommit", "--ray-store-bytes", "--tensor-parallel-size 3", "--block-size")
-    assert [name for name in named if name not in refusal.value.message] == []
+    too_much = ("--overcommit", "--ray-store-bytes", "--tensor-parallel-size 3", "--block-size")
+    assert [name for name in too_much if name not in refusal.value.message] == []
     planned(told("up", "--model", str(tiny_llama_dir), "--decode", "30", "--overcommit", "--runner", "fake", "--port", "0"))
 
 

@@ -20,6 +20,8 @@ from twostep.checkpoint.fingerprint import dummy_fingerprint, is_same_model, mod
 from twostep.cluster.convertible import reasons_against
 from twostep.errors import SetupError
 from twostep.keys.secret import load_secret
+from twostep.lab.bench.shapes import LLAMA_8B
+from twostep.lab.plan.model import dtype_on_cpu
 from twostep.model.runner.device import choose_device
 from twostep.process.startup import StartUp
 from twostep.worker.config import parse_config
@@ -213,6 +215,21 @@ def test_a_cpu_without_bfloat16_takes_float32(native: bool, taken: str, tiny_lla
     flags = ["--model", str(tiny_llama_dir), "--device", "cpu"]
     assert resolve_config(parse_config("decode", flags)).dtype == taken
     assert resolve_config(parse_config("decode", [*flags, "--dtype", "bfloat16"])).dtype == "bfloat16", "as told"
+
+
+def test_a_cpu_holds_small_models_in_float32(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """Their best tokens lie closer together than 16 bits can tell. Larger and quantized ones stay as they are, and what was asked for."""
+    model_dir = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, model_dir)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    flags = ["--model", str(model_dir), "--device", "cpu", "--no-calibrate", "--kv-cache-memory-bytes", str(1 << 20)]
+    found = {words: load_model(parse_config("decode", [*flags, *words])).layout.dtype for words in ((), ("--dtype", "bfloat16"))}
+    assert found == {(): "float32", ("--dtype", "bfloat16"): "bfloat16"}
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert [dtype_on_cpu(model_dir, "auto", kind) for kind in ("none", "int8")] == ["float32", "auto"]
+    assert dtype_on_cpu(tmp_path / "large", "auto") == "auto"
 
 
 def test_prompts_are_computed_on_decode_workers_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

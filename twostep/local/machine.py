@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from twostep.errors import SetupError
 
@@ -139,12 +138,11 @@ def room_for(memory_each: int, *, memory_bytes: int, cores: int, gpus: int | Non
     return WorkerLimit(max(1, least.num_workers), least.limit)
 
 
-def memory_of(model_dir: Path, *, fake: bool, on_gpu: bool, kv_cache_bytes: int) -> int:
-    """Host memory that a worker takes, in bytes. `kv_cache_bytes` 0: the default."""
+def memory_of(weight_bytes: int, *, fake: bool, on_gpu: bool, kv_cache_bytes: int) -> int:
+    """Host memory that a worker takes, in bytes. `weight_bytes` as a CPU holds them. `kv_cache_bytes` 0: the default."""
     if fake or on_gpu:
         return _FAKE_BYTES if fake else _GPU_HOST_BYTES
-    weights = sum(path.stat().st_size for pattern in ("*.safetensors", "*.gguf") for path in model_dir.glob(pattern))
-    return _PROCESS_BYTES + weights + (kv_cache_bytes or CPU_KV_BYTES)
+    return _PROCESS_BYTES + weight_bytes + (kv_cache_bytes or CPU_KV_BYTES)
 
 
 def num_cores() -> int:

@@ -21,7 +21,7 @@ from twostep.checkpoint.model_name import name_of
 from twostep.checkpoint.parts import check_parts
 from twostep.engine.config import check_pool
 from twostep.errors import SetupError, WrongSettings
-from twostep.lab.plan.model import read_model, weight_bytes
+from twostep.lab.plan.model import dtype_on_cpu, read_model, weight_bytes
 from twostep.local import redis_server
 from twostep.local.autoscale import Bounds, Scale
 from twostep.local.machine import (
@@ -386,14 +386,14 @@ def _check_store(options: LocalOptions, directory: Path = Path("/dev/shm")) -> N
             )
 
 
-def _check_memory(options: LocalOptions, model_dir: Path, kv_bytes: int) -> None:
+def _check_memory(options: LocalOptions, weights: int, kv_bytes: int) -> None:
     """All workers take theirs at the same time, so each would find that there is enough. Raises SetupError."""
     num = options.num_workers
     own_ray = options.uses_ray and not options.ray_address
     kv_flag = "--num-blocks" if options.worker.num_blocks else "--kv-cache-memory-bytes"
     check_memory(
         {
-            f"weights of {num} workers": num * weight_bytes(model_dir, options.worker.dtype, options.worker.quantization),
+            f"weights of {num} workers": num * weights,
             "their KV caches": num * kv_bytes,
             "their --prefix-cache-space": num * int(options.worker.prefix_cache_space * (1 << 30)),
             "Ray's object store": options.store_bytes if own_ray else 0,
@@ -437,9 +437,12 @@ def _deal_gpus(
 
 def _scale(options: LocalOptions, model_dir: Path, num_gpus: int, progress: Callable[[str], None]) -> Scale:
     """Bounds that are not given are what the machine has room for, and so is that of both roles together."""
-    fake, gpus_each = options.worker.runner == "fake", min(options.worker.tensor_parallel_size, num_gpus)
+    worker = options.worker
+    fake, gpus_each = worker.runner == "fake", min(worker.tensor_parallel_size, num_gpus)
+    dtype = dtype_on_cpu(model_dir, worker.dtype, worker.quantization, worker.architecture)
+    weights = 0 if fake or gpus_each else weight_bytes(model_dir, dtype, worker.quantization)
     room = room_for(
-        memory_of(model_dir, fake=fake, on_gpu=bool(gpus_each), kv_cache_bytes=options.worker.kv_cache_memory_bytes),
+        memory_of(weights, fake=fake, on_gpu=bool(gpus_each), kv_cache_bytes=worker.kv_cache_memory_bytes),
         memory_bytes=free_memory().num_bytes,
         cores=num_cores() * (FAKES_PER_CORE if fake else 1),
         gpus=num_gpus // gpus_each if gpus_each else None,
@@ -475,11 +478,12 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
     if worker.runner == "fake":
         return _problems([length])
     kv_bytes = worker.kv_cache_memory_bytes or (0 if on_gpu else CPU_KV_BYTES)
+    dtype = worker.dtype if on_gpu else dtype_on_cpu(model_dir, worker.dtype, worker.quantization, worker.architecture)
     checks: list[_Check] = [length, lambda: check_formats(model_dir, worker)]
     try:
         model = read_model(
             model_dir,
-            dtype=worker.dtype,
+            dtype=dtype,
             kv_cache_dtype=worker.kv_cache_dtype,
             quantization=worker.quantization,
             architecture=worker.architecture,
@@ -497,7 +501,8 @@ def _check_model(options: LocalOptions, model_dir: Path, on_gpu: bool) -> Iterab
             checks.append(lambda: check_pool(num_blocks, worker.block_size, worker.max_model_len))
         kv_bytes = num_blocks * block_bytes
     if not on_gpu:
-        checks.append(lambda: _check_memory(options, model_dir, kv_bytes))
+        weights = weight_bytes(model_dir, dtype, worker.quantization)
+        checks.append(lambda: _check_memory(options, weights, kv_bytes))
     return _problems(checks)
 
 

@@ -53,7 +53,12 @@ class WorkerSettings(TracedServiceSettings):
     model: str = setting("", "model directory, ORG/NAME of the Hugging Face hub, or a known name", metavar="DIR|NAME")
     served_model_name: str = setting("", "name clients ask for; that of --model if not given")
     runner: str = setting("model", "fake: hand-computable tokens and settable timing, no weights", choices=("model", "fake"))
-    dtype: str = setting("auto", "auto: that of the weights, on a CPU without bfloat16 float32", choices=DTYPES)
+    dtype: str = setting(
+        "auto",
+        "auto: that of the weights; on a CPU float32 if the weights are not quantized and take at most 2 GiB in it, or if the CPU does not "
+        "compute bfloat16",
+        choices=DTYPES,
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "exact: as --dtype; fp8, int8: a byte a number, lossy; int4: half a byte, more so; auto: what the checkpoint's kv_cache_scheme "

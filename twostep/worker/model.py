@@ -16,7 +16,7 @@ from twostep.engine.fake import FakeRunner
 from twostep.engine.grammar import GrammarCompiler
 from twostep.engine.self_test import gives_tokens
 from twostep.errors import InvalidRequest, SetupError
-from twostep.lab.plan.model import weight_bytes
+from twostep.lab.plan.model import dtype_on_cpu, weight_bytes
 from twostep.model.loading.store import resolve
 from twostep.process.free_memory import check_memory
 from twostep.process.startup import NoProgress, Progress
@@ -68,6 +68,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         weights = not config.dummy_weights
         revision, cache_dir = config.model_revision, config.cache_dir
         model_dir = resolve(config.model, revision=revision, weights=weights, cache_dir=cache_dir, progress=log.info, bar=progress)
+        if config.device == "cpu":
+            config = replace(config, dtype=dtype_on_cpu(model_dir, config.dtype, config.quantization, config.architecture))
     ranks: ParallelRunner | None = None
     captured = CapturedSteps()
     draft = find_draft(config, model_dir)

@@ -24,6 +24,8 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # By such a share weights may differ of which it is said that they are of the same size.
 _SAME_WEIGHTS = 0.02
 GIB = 1 << 30
+# The most that weights may take in float32 for a CPU to hold them so: two workers of such a model fit a laptop.
+_SMALL_BYTES = 2 * GIB
 # Libraries, the largest step and captured graphs, where they have not been measured: an H200 with Llama-3.1-8B's shape and steps of 8192
 # tokens took 0.8 + 1.4 + 0.6 GiB.
 DEFAULT_RUNTIME_BYTES = 3 * GIB
@@ -123,6 +125,20 @@ def weight_bytes(model_dir: Path, dtype: str, quantization: str = "none") -> int
     except SetupError:
         # Whoever loads it says what is wrong with it.
         return 0
+
+
+def dtype_on_cpu(model_dir: Path, dtype: str, quantization: str = "none", architecture: str = "") -> str:
+    """Returns what --dtype means on a CPU: auto is float32 where all weights are unquantized and take at most 2 GiB in float32. The best
+    tokens of small models often lie so close together that rounding to 16 bits picks another one."""
+    if dtype != "auto" or quantization != "none":
+        return dtype
+    try:
+        config = read_config(model_dir, architecture)
+        quantized = read_quantization(model_dir, config) is not None
+        return dtype if quantized or model_of(config, model_dir, dtype="float32").weight_bytes > _SMALL_BYTES else "float32"
+    except SetupError:
+        # The loader reports what is wrong with the model.
+        return dtype
 
 
 def model_of(
