@@ -60,7 +60,7 @@ def parse_config(argv: Sequence[str] | None = None) -> RouterConfig:
     )
     return replace(
         config,
-        served_model_name=config.served_model_name or name_of(config.model),
+        served_model_name=config.served_model_name or (name_of(config.model),),
         max_inflight_prompt_tokens=PROMPT_TOKENS_EACH * config.max_inflight,
         batch_concurrency=max(1, config.max_inflight // 8),
     )

@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from router.access.control import Access
+from router.access.own_key import own_key_of
 from router.access.sources import source_of
 from router.batches.files import BatchConfig
 from router.batches.service import DAY_S, Batches
@@ -92,6 +93,8 @@ class Router:
         self._secret = load_secret(config.secret_file)
         self._admin_key = load_admin_key(config.admin_key_file, self._secret)
         self._card = ModelCard.load(config.model, config.architecture)
+        if config.chat_template is not None:
+            self._card = self._card.with_chat_template(config.chat_template)
         check_syntax(self._card)
         self._embedding = EmbeddingFormat.load(config.model)
         self._for_embeddings = is_made_for_embeddings(config.model)
@@ -140,6 +143,7 @@ class Router:
 
         # For whom: clients, and the queues that they wait in.
         source = source_of(config.api_keys_file, config.api_keys, self._redis, self._secret)
+        source = source or own_key_of(config.api_key_file, config.api_key)
         self.access = Access(source, secret=self._secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
         quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
         self.quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere, self._clock)
@@ -382,7 +386,7 @@ class Router:
         if warning := open_door(
             config.host,
             {"gRPC": self.grpc_port, "HTTP": self.http_port},
-            asks_for_keys=bool(config.api_keys_file or config.api_keys),
+            asks_for_keys=config.asks_for_keys,
             asks_for_certificates=config.front_tls.ca is not None,
         ):
             log.warning(warning)

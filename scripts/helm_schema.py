@@ -201,8 +201,8 @@ DEFS: dict[str, Any] = {
 SETTLED = frozenset((
     "host", "port", "grpc-port", "health-port", "metrics-port", "external-scaler-port", "model", "redis-url", "secret-file", "router-id",
     "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-address", "ray-address", "tls-cert", "tls-key",
-    "tls-ca", "tls-peer-name", "tls-client-auth", "api-keys", "api-keys-file", "admin-host", "admin-port", "batch-dir",
-    "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout", "model-revision",
+    "tls-ca", "tls-peer-name", "tls-client-auth", "api-key", "api-key-file", "api-keys", "api-keys-file", "admin-host", "admin-port",
+    "batch-dir", "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout", "model-revision",
     "architecture",
 ))
 # fmt: on

@@ -46,6 +46,7 @@ def page() -> str:
 
 def _item(each: SettingRow, in_chart: bool) -> str:
     given = each.flag if each.switch else f"{each.flag} {'|'.join(filter(None, each.choices)) or each.metavar or each.kind}"
+    given = each.variable if each.secret else given
     default = f" ({each.default_text})" if each.default_text else ""
     star = " \\*" if in_chart and each.name in SETTLED else ""
     return _wrapped(f"- `{given}`{default}{star}: {each.help}")

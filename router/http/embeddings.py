@@ -108,7 +108,7 @@ class HttpEmbeddings:
             "id": f"embd-{self.name}",
             "object": "list",
             "created": int(time.time()),
-            "model": self._body.model or self._front.inference.model_name,
+            "model": self._front.inference.model_name,
             "data": small(self._data(vectors)),
             "usage": usage,
         }

@@ -305,9 +305,8 @@ class HttpGeneration(ABC, Generic[AnyBody]):
         if body.stream and self.n > 1 and self._request.sampling.HasField("prompt_logprobs"):
             raise HttpError(400, f"n is {self.n}: a stream tells the log probabilities of a prompt with one answer; leave n out", param="n")
         self._is_line = False
-        model = body.model or front.inference.model_name
         self.id = f"{self.prefix}-{self._name}"
-        self.common: dict[str, Any] = {"created": int(time.time()), "model": model}
+        self.common: dict[str, Any] = {"created": int(time.time()), "model": front.inference.model_name}
         if body.service_tier is not None:
             self.common["service_tier"] = {"auto": "default"}.get(body.service_tier, body.service_tier)
         self.common["system_fingerprint"] = f"fp_{front.inference.fingerprint[:12]}"

@@ -101,15 +101,19 @@ _COUNTED = frozenset(
 )
 
 
-def is_open(path: str) -> bool:
-    return path in _OPEN or (path.startswith(_OPEN_FOLDER) and not path.startswith(_CLOSED_FOLDER))
+def is_open(request: web.Request) -> bool:
+    path = request.path
+    # GET / only sends browsers to the page.
+    if path in _OPEN or (path == "/" and request.method == "GET"):
+        return True
+    return path.startswith(_OPEN_FOLDER) and not path.startswith(_CLOSED_FOLDER)
 
 
 @web.middleware
 async def identified(request: web.Request, handler: Handler) -> web.StreamResponse:
     access = request.app[FRONT].access
     request[IDENTITY] = NOBODY
-    if not (access.enabled and (is_open(request.path) or _opens_page_data(request))):
+    if not (access.enabled and (is_open(request) or _opens_page_data(request))):
         tenant = request.headers.get(TENANT_HEADER)
         request[IDENTITY] = access.identify(_authorization(request), tenant, address=request.remote or "")
     with request.app[BODIES].arriving(request, caller=request[IDENTITY].caller or request.remote or "", most=_largest(request)):

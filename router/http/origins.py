@@ -40,7 +40,7 @@ class Origins:
     def check(self, request: web.Request) -> None:
         """Raises HttpError 403."""
         given = request.headers.get("Host", "")
-        if not is_open(request.path) and not self.known_as(given):
+        if not is_open(request) and not self.known_as(given):
             message = f"this router is not known as {given[:80]!r}; name it in the router's --allowed-hosts"
             raise HttpError(403, message, code="host_not_allowed")
         if request.method not in _HARMLESS or request.path.startswith(_COSTLY_FOLDER) or _is_preflight(request):

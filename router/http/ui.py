@@ -1,5 +1,6 @@
 """The page: its files, and what it asks once it is there.
 
+    /                      sends browsers to /ui/
     /ui, /ui/app.js, ...   files of router/ui, for anybody: they say nothing of this deployment
     /ui/api/status         the deployment as this router sees it: twostep.v1.ClusterStatus as JSON
     /ui/api/history        the last ten minutes, a value for each second
@@ -64,6 +65,14 @@ def load_page(folder: Path = _FOLDER) -> Mapping[str, PageFile]:
 
 
 PAGE: web.AppKey[Mapping[str, PageFile]] = web.AppKey("page", Mapping)
+
+
+@routes.get("/")
+async def to_page(request: web.Request) -> web.Response:
+    """Sends browsers to the page; other clients ask for nothing that is served here."""
+    if "text/html" not in request.headers.get("Accept", ""):
+        raise web.HTTPNotFound
+    return web.Response(status=307, headers={"Location": "ui/", "Cache-Control": "no-cache"})
 
 
 @routes.get("/ui")

@@ -136,7 +136,7 @@ class Inference:
         """`fingerprint` identifies the model, its configuration and its tokenizer. `max_model_len` is the model's own; workers may have
         less. `embedding`: how its vectors are made."""
         self._config = config
-        self.model_name = config.served_model_name or config.model.resolve().name
+        self.model_names = config.served_model_name or (config.model.resolve().name,)
         self.fingerprint = fingerprint
         self._max_model_len = max_model_len
         self._demand = demand
@@ -240,14 +240,17 @@ class Inference:
 
     def models(self) -> inference_pb2.ListModelsResponse:
         roles = [record.role for record in self._pool.records() if record.ready and not record.draining]
-        model = inference_pb2.Model(
-            name=self.model_name,
-            max_model_len=self.max_model_len,
-            fingerprint=self.fingerprint,
-            prefill_workers=roles.count("prefill"),
-            decode_workers=roles.count("decode"),
-        )
-        return inference_pb2.ListModelsResponse(models=[model])
+        models = [
+            inference_pb2.Model(
+                name=name,
+                max_model_len=self.max_model_len,
+                fingerprint=self.fingerprint,
+                prefill_workers=roles.count("prefill"),
+                decode_workers=roles.count("decode"),
+            )
+            for name in self.model_names
+        ]
+        return inference_pb2.ListModelsResponse(models=models)
 
     # ---- a Generate request -------------------------------------------------------------------------------------------
 
@@ -430,8 +433,13 @@ class Inference:
 
     # ---- small things ---------------------------------------------------------------------------------------------------
 
+    @property
+    def model_name(self) -> str:
+        """Returns the name that answers carry, whichever of the names was asked for."""
+        return self.model_names[0]
+
     def check_model(self, name: str) -> None:
-        if name and name != self.model_name:
+        if name and name not in self.model_names:
             raise UnknownModel(f"model {name[:64]!r} is not served here; ask for {self.model_name!r}, or leave the name empty")
 
     @property

@@ -86,7 +86,8 @@ def test_nobody_there_and_wrong_usage() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("usage: twostep generate")
     assert done.stderr.endswith("twostep generate: error: unrecognized arguments: --router x\n")
-    assert "unrecognized arguments: a-model; did you mean --model a-model?" in run("up", "a-model").stderr
+    assert "unrecognized arguments: a-model; did you mean --model a-model?" in run("bench", "engine", "a-model").stderr
+    assert "a-model is neither a directory nor a known name" in run("serve", "a-model").stderr
     assert "did you mean --prefix-cache-space" in run("up", "--prefix-cach-space", "4").stderr
     assert "give --prefill-max-workers" in run("up", "--max-prefill", "4").stderr
 

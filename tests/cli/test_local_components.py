@@ -44,6 +44,17 @@ def test_port_is_http_and_grpc_stands_beside_it(tiny_llama_dir: Path) -> None:
     assert (told("up", "--port", str(http)).wanted_grpc_port, told("up", "--port", "0").wanted_grpc_port) == (50051, 0)
 
 
+def test_serve_is_up_with_the_model_as_vllm_takes_it(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("t")
+    words = ("--port", "0", "--served-model-name", "a", "b", "--chat-template", str(template))
+    options = told("serve", str(tiny_llama_dir), *words)
+    assert options == told("up", "--model", str(tiny_llama_dir), *words)
+    router = planned(options).components["router"]
+    config = read_settings(RouterConfig, router.argv[4:], prog="router", description="", environ=router.env)
+    assert (config.served_model_name, config.chat_template) == (("a", "b"), template)
+
+
 def test_a_demo_shows_the_hand_over_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWOSTEP_PORT", "1234")
     assert (told("demo").worker.local_prefill, told("demo").port) == (False, 0)

@@ -43,7 +43,7 @@ def _config(chart: Chart, module: str) -> Any:
 def test_values_arrive() -> None:
     chart = render(CASES["everything"][1])
     router = _config(chart, "router")
-    assert (router.served_model_name, router.otlp_endpoint, router.log_level) == ("chat", "http://collector:4317", "debug")
+    assert (router.served_model_name, router.otlp_endpoint, router.log_level) == (("chat",), "http://collector:4317", "debug")
     assert router.drain_timeout == 120
     prefill, decode = _config(chart, "prefill_worker"), _config(chart, "decode_worker")
     assert (prefill.tensor_parallel_size, decode.tensor_parallel_size, decode.max_num_seqs) == (2, 4, 64)

@@ -654,7 +654,7 @@ class Cluster:
                 "host": "127.0.0.1",
                 "port": 0,
                 "grpc_port": 0,
-                "served_model_name": "m",
+                "served_model_name": ("m",),
                 "secret_file": self.secret_file,
                 # Longer than this process may stand still; who tests the grace, or the lease, gives one.
                 "no_worker_grace": 8.0,

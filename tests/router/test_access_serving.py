@@ -14,10 +14,11 @@ from http_fakes import CHAT, TEXT, chat, open_http, raw_events, refused, served,
 from router_fakes import ANSWER_TEXT, SECRET, Cluster, until
 from scraping import scrape
 
+from router.access.own_key import own_key_of
 from router.workers.prefix_index import PrefixIndex
-from twostep.errors import RETRY_AFTER
+from twostep.errors import RETRY_AFTER, SetupError
 from twostep.keys.api_key_file import put_in_file
-from twostep.keys.api_keys import Limits, make_key, system_key
+from twostep.keys.api_keys import Limits, admin_key, make_key, system_key
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.request_class import RequestClass
 from twostep.rpc.channel import open_channel
@@ -80,6 +81,31 @@ async def test_everything_but_probes_and_the_page_wants_a_key(cluster: Cluster, 
             async with http.get(path, headers=bearer(shown)) as answer:
                 assert answer.status == 200, path
                 assert answer.headers["Server"] == "twostep", "and not of which versions it is made"
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+async def test_one_key_may_be_all_there_is(cluster: Cluster, tmp_path: Path, in_file: bool) -> None:
+    """As vLLM's --api-key. Browsers still find the page; operators cannot change the key here."""
+    (tmp_path / "key").write_text("the-only-key\n")
+    given: dict[str, Any] = {"api_key_file": tmp_path / "key"} if in_file else {"api_key": "the-only-key"}
+    async with served(cluster, admin_port=0, **given) as http:
+        for headers, status in (({}, 401), (bearer("another"), 401), (bearer("the-only-key"), 200)):
+            async with http.post(CHAT, json=chat(max_tokens=2), headers=headers) as answer:
+                assert answer.status == status
+        async with http.get("/", headers={"Accept": "text/html"}) as answer:
+            assert (answer.status, answer.url.path) == (200, "/ui/")
+        admin = f"http://127.0.0.1:{cluster.router.admin_port}/admin/keys"
+        async with http.post(admin, json={"name": "another"}, headers=bearer(admin_key(SECRET))) as answer:
+            assert answer.status == 400
+
+
+@pytest.mark.parametrize("text", ["", "\n", "k" * 1000])
+def test_a_file_without_a_key_opens_nothing(cluster: Cluster, tmp_path: Path, text: str) -> None:
+    (tmp_path / "key").write_text(text)
+    for path in (tmp_path / "key", tmp_path / "none"):
+        with pytest.raises(SetupError, match=str(path)):
+            own_key_of(path, "")
+    assert own_key_of(None, "") is None
 
 
 async def test_grpc_wants_a_key_too(cluster: Cluster, keys: Path) -> None:

@@ -30,6 +30,9 @@ async def test_files_are_served_and_not_sent_twice(cluster: Cluster) -> None:
     async with cluster.serving(), open_http(cluster) as http:
         async with http.get("/ui", allow_redirects=False) as answer:
             assert (answer.status, answer.headers["Location"]) == (307, "ui/")
+        async with http.get("/", headers={"Accept": "text/html,*/*;q=0.8"}, allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["Location"]) == (307, "ui/")
+        await refused(http, "/", None, 404)
         for name in _FILES:
             path = "/ui/" if name == "index.html" else f"/ui/{name}"
             async with http.get(path, headers={"Accept-Encoding": "identity"}) as answer:

@@ -196,6 +196,29 @@ def test_a_port_under_another_name_is_refused_with_the_right_one(
     assert meant in re.split(r"[^-a-z]+", capsys.readouterr().err)
 
 
+def test_a_secret_is_taken_from_everywhere_but_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("api-key: in-the-file\nmodel: m")
+
+    def key(*argv: str, **environ: str) -> str:
+        return read_settings(RouterSettings, ["--model", "m", *argv], prog="p", description="", environ=environ).api_key
+
+    assert key(TWOSTEP_API_KEY="of-the-variable") == "of-the-variable"
+    assert key("--config", str(tmp_path / "c.yaml")) == "in-the-file"
+    for argv in (["--api-key", "seen-by-all"], ["--api-key=seen-by-all"]):
+        with pytest.raises(SystemExit):
+            key(*argv)
+        said = capsys.readouterr().err
+        assert "--api-key-file" in said
+        assert "TWOSTEP_API_KEY" in said
+        assert "seen-by-all" not in said
+
+
+@pytest.mark.parametrize("argv", [["a", "b"], ["a,b"], ["a", ",", "b"]])
+def test_a_setting_may_take_several_words(argv: list[str]) -> None:
+    found = read_settings(RouterSettings, ["--served-model-name", *argv, "--model", "m"], prog="p", description="", environ={})
+    assert found.served_model_name == ("a", "b")
+
+
 @given(st.integers(-5, 15), st.integers(-5, 15), st.integers(0, 10))
 def test_bounds_are_in(value: int, low: int, width: int) -> None:
     """Whole and other numbers alike; `above` leaves the lower one out."""

@@ -80,7 +80,7 @@ async def start_router(model_dir: Path, redis_url: str, secret_file: Path, **opt
         "host": "127.0.0.1",
         "port": 0,
         "grpc_port": 0,
-        "served_model_name": "m",
+        "served_model_name": ("m",),
         "secret_file": secret_file,
         "no_worker_grace": 60.0,
         "prefix_lookup_timeout": 30.0,

@@ -31,7 +31,7 @@ from twostep.worker.model import load_model, resolve_config
 def test_defaults_by_role() -> None:
     prefill, decode = (parse_config(role, ["--runner", "fake"]) for role in ("prefill", "decode"))
     assert (prefill.grpc_port, decode.grpc_port) == (50061, 50071)
-    assert prefill.served_model_name == "fake"
+    assert prefill.model_name == "fake"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from twostep.errors import TwostepError, Unauthenticated, WrongSettings
 from twostep.settings.reading import check_variables
 
 INTERRUPTED = 130
+# `vllm serve MODEL` and `twostep serve MODEL` do alike.
+_ALIASES = {"serve": "up"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             # A terminal that cannot show a character is no reason to lose the answer.
             stream.reconfigure(errors="replace")
     args = parser().parse_args(argv)
+    args.command = _ALIASES.get(args.command, args.command)
     if sys.stdin is not None and sys.stdin.isatty() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Begun by a shell that keeps Ctrl-C from what it runs in the background; whoever has a terminal means it.
         signal.signal(signal.SIGINT, signal.default_int_handler)

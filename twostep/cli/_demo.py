@@ -46,7 +46,7 @@ async def _ask(system: LocalSystem, prompt: str, max_tokens: int, *, aggregated:
     say(f"\nServing {system.plan.model_name}: " + ", ".join(f"{name} is process {pid}" for name, pid in pids.items()))
     say(f"\n  you    {prompt}")
     print("  model  ", end="", flush=True)
-    async with AsyncClient(system.target) as client:
+    async with AsyncClient(system.target, api_key=system.key()) as client:
         answer = client.chat([{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0.0)
         try:
             async for piece in answer:

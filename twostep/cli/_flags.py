@@ -155,12 +155,14 @@ def _add_keys(commands: _Commands) -> None:
 def _add_up(commands: _Commands) -> None:
     up = commands.add_parser(
         "up",
+        aliases=["serve"],
         unknown_later=True,
         help="run a whole system on this machine",
-        usage="twostep up [--model M] [--prefill N] [--decode M] [--aggregated] [--autoscale] [more options below]",
+        usage="twostep up [MODEL] [--prefill N] [--decode M] [--aggregated] [--autoscale] [more options below]",
         description="Redis, Ray, a router, prefill and decode workers, kept running until Ctrl-C, which drains them; with --aggregated no "
         "Ray and no prefill workers. Every setting of router, workers and autoscaler may be given here, too: it is theirs then.",
     )
+    up.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="as --model")
     _system(up)
 
 

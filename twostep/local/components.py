@@ -14,6 +14,7 @@ from twostep.local.plan import LOOPBACK, RAY_HOST, LocalOptions, LocalPlan, Loca
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes, ray_up
 from twostep.local.supervisor import Component
+from twostep.model.loading.store import chat_template_of
 
 # Meant for a client of another system, true of one process only, or settled for all: wrong for every process of this one.
 _NOT_FOR_CHILDREN = frozenset(
@@ -59,7 +60,7 @@ class Components:
         """Flags of router and workers. What is not settled here they read from their environment (_env)."""
         plan = self._plan
         shared = ("--model", str(plan.model_dir), "--redis-url", plan.redis_url, "--secret-file", str(plan.secret_file))
-        return (*shared, "--served-model-name", plan.model_name, "--drain-timeout", f"{self._options.drain_timeout:g}")
+        return (*shared, "--served-model-name", *plan.model_names, "--drain-timeout", f"{self._options.drain_timeout:g}")
 
     def _router(self, needs: tuple[str, ...]) -> Component:
         plan, options = self._plan, self._options
@@ -67,6 +68,8 @@ class Components:
         flags += [f"--health-port={plan.router_health_port}", f"--metrics-port={plan.router_metrics_port}"]
         batch_dir = options.batch_dir if options.batch_dir is not None else plan.run_dir / "batches"
         flags.append(f"--batch-dir={batch_dir.resolve()}")
+        if (template := options.router.chat_template or chat_template_of(options.model)) is not None:
+            flags.append(f"--chat-template={template.resolve()}")
         health_host = options.host if options.host not in ("", "0.0.0.0", "::") else LOOPBACK
         return Component(
             name="router",

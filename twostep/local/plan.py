@@ -183,7 +183,7 @@ class LocalOptions(UpSettings):
 
     @property
     def asks_for_keys(self) -> bool:
-        return self.api_keys_file is not None or bool(self.router.api_keys)
+        return self.router.asks_for_keys
 
     @property
     def uses_ray(self) -> bool:
@@ -249,7 +249,7 @@ class LocalWorker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
     model_dir: Path
-    model_name: str
+    model_names: tuple[str, ...]
     run_dir: Path
     http_port: int
     grpc_port: int
@@ -269,6 +269,10 @@ class LocalPlan:
     """How many workers there may be; None: those of the start, always."""
     scaler_port: int = 0
     scaler_metrics_port: int = 0
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
 
     @property
     def scaler_address(self) -> str:
@@ -316,7 +320,7 @@ def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Ca
     run_dir = _make_run_dir()
     return LocalPlan(
         model_dir=model_dir,
-        model_name=options.worker.served_model_name or name_of(options.model),
+        model_names=options.worker.served_model_name or (name_of(options.model),),
         run_dir=run_dir,
         http_port=options.port or next(ports),
         grpc_port=options.wanted_grpc_port or next(ports),

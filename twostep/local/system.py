@@ -152,7 +152,7 @@ class LocalSystem:
     async def _until_serving(self) -> None:
         deadline = time.monotonic() + self._options.start_timeout
         missing = "the router does not answer"
-        async with AsyncClient(self.target, api_key=self._key(), max_retries=0) as client:
+        async with AsyncClient(self.target, api_key=self.key(), max_retries=0) as client:
             while time.monotonic() < deadline:
                 missing = await self._missing(client)
                 if not missing:
@@ -180,7 +180,7 @@ class LocalSystem:
                 return f"{worker.worker_id} has no KV transport that is ready"
         return ""
 
-    def _key(self) -> str | None:
+    def key(self) -> str | None:
         """Returns the key that this process shows the router, if that wants one of everybody."""
         if not self._options.asks_for_keys:
             return None

@@ -135,6 +135,14 @@ def _names(text: str, example: str) -> list[Any]:
     return found
 
 
+def model_names(text: str) -> tuple[str, ...]:
+    """Reads --served-model-name: names between blanks or commas."""
+    found = tuple(re.split(r"[\s,]+", text.strip(", \t\n")))
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: a name stands there twice; give each once")
+    return tuple(filter(None, found))
+
+
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,@?#A-Z]+")
 
 

@@ -163,6 +163,13 @@ def add_config_flag(parser: FlagParser) -> None:
     )
 
 
+class _RefusedSecret(argparse.Action):
+    """Refuses a secret on the command line, with where to put the secret instead."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        parser.error(f"{option} would show the key to everybody who lists processes; give {option}-file FILE, or {variable_of(self.dest)}")
+
+
 def add_flags(parser: FlagParser | argparse._ArgumentGroup, settings: Iterable[SettingRow]) -> None:
     """Adds a flag for each; whatever is given stays a text, and what is not given leaves no attribute behind."""
     for each in settings:
@@ -171,8 +178,11 @@ def add_flags(parser: FlagParser | argparse._ArgumentGroup, settings: Iterable[S
         options: dict[str, Any] = {"dest": each.name, "default": argparse.SUPPRESS, "help": text}
         if each.switch:
             options["action"] = argparse.BooleanOptionalAction
+        elif each.secret:
+            options |= {"action": _RefusedSecret, "nargs": "?", "help": argparse.SUPPRESS}
         else:
             options["metavar"] = each.metavar or (f"{{{','.join(each.choices)}}}" if each.choices else each.kind)
+            options["nargs"] = "+" if each.several else None
         parser.add_argument(each.flag, *each.aliases, **options)
 
 
@@ -188,9 +198,9 @@ def gather(settings: Iterable[SettingRow], args: Mapping[str, Any], environ: Map
         _read_file(path, settings, texts)
     for each in settings:
         if (text := environ.get(each.variable)) and not text.startswith(_SERVICE_LINKS):
-            texts[each.name] = Given(each.variable, text, f"{each.variable}={text}")
+            texts[each.name] = Given(each.variable, text, each.variable if each.secret else f"{each.variable}={text}")
         if each.name in args:
-            value = args[each.name]
+            value = " ".join(args[each.name]) if each.several else args[each.name]
             flag = f"--no-{each.name}" if value is False else each.flag
             texts[each.name] = Given(flag, str(int(value)), flag) if isinstance(value, bool) else Given(flag, value)
     return texts

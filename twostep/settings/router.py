@@ -16,6 +16,7 @@ from twostep.settings.readers import (
     Whole,
     allowed_hosts,
     allowed_origins,
+    model_names,
     module_function,
     tenant_weights,
     trace_url,
@@ -53,7 +54,14 @@ class RouterSettings(TracedServiceSettings):
     """Holds what a router may be told; times in seconds."""
 
     model: Path = setting(Required, "the workers' model: its directory, or ORG/NAME of the Hugging Face hub", metavar="DIR|NAME")
-    served_model_name: str = setting("", "name clients ask for; that of --model if not given")
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "names clients may ask for; answers carry the first; that of --model if not given",
+        model_names,
+        metavar="NAME ...",
+        several=True,
+    )
+    chat_template: Path | None = setting(None, "Jinja file in place of the model's own chat template", metavar="FILE")
     load_format: str = setting("auto", "dummy: the workers' weights are made up, to measure", choices=LOAD_FORMATS)
     port: int = setting(DEFAULT_PORT, "HTTP port: OpenAI's API and the page; 0 for any free one, -1 for none", OPTIONAL_PORT)
     grpc_port: int = setting(DEFAULT_GRPC_PORT, "gRPC port, 0 for any free one", PORT)
@@ -92,6 +100,8 @@ class RouterSettings(TracedServiceSettings):
         allowed_hosts,
         metavar="NAME,...",
     )
+    api_key: str = setting("", "let in those only who show this key; clients of `twostep` send the same variable's", secret=True)
+    api_key_file: Path | None = setting(None, "the same, with the key in the first line of a file", metavar="FILE")
     api_keys_file: Path | None = setting(
         None,
         "let in those only who show a key of this file, which `twostep keys` writes; it is read again when it changes",
@@ -188,9 +198,17 @@ class RouterSettings(TracedServiceSettings):
     no_worker_grace: float = setting(3.0, "how long a request waits for a missing worker to come back", SECONDS)
     prefix_lookup_timeout: float = setting(0.002, "how long a request waits to hear from Redis who holds its prefix", SECONDS)
 
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self.api_keys_file or self.api_keys or self.api_key_file or self.api_key)
+
     RULES: ClassVar[tuple[Rule, ...]] = (
         Rule(
             lambda router: router.api_keys_file is not None and router.api_keys,
             "{api-keys-file} and {api-keys} contradict each other; keep the keys in one place",
+        ),
+        Rule(
+            lambda router: router.api_key_file is not None and (router.api_keys_file is not None or router.api_keys),
+            "{api-key-file} is for a router with one key; with {api-keys-file} or {api-keys} add it there with `twostep keys create`",
         ),
     )

@@ -29,7 +29,8 @@ class Required:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingRow:
     """One row of the table. `path`: where the value stands in its dataclass. `choices`: the only values allowed, if there are any; `read`
-    may know other words for them. `switch`: a flag without a value, with a twin --no-..."""
+    may know other words for them. `switch`: a flag without a value, with a twin --no-... `several`: the flag takes several words. `secret`:
+    taken from the variable or a --config file alone, since everybody can list a process' flags."""
 
     path: tuple[str, ...]
     help: str
@@ -38,6 +39,8 @@ class SettingRow:
     choices: tuple[str, ...]
     metavar: str
     aliases: tuple[str, ...]
+    several: bool
+    secret: bool
     switch: bool
 
     @property
@@ -97,11 +100,19 @@ def switched(text: str) -> bool:
 
 
 def setting(
-    default: Any, help: str, read: Reader | None = None, *, choices: tuple[str, ...] = (), metavar: str = "", aliases: tuple[str, ...] = ()
+    default: Any,
+    help: str,
+    read: Reader | None = None,
+    *,
+    choices: tuple[str, ...] = (),
+    metavar: str = "",
+    aliases: tuple[str, ...] = (),
+    several: bool = False,
+    secret: bool = False,
 ) -> Any:
     """Makes a dataclass field a setting. `default` may be Required, or a class that makes it. Without `read` the field's annotation says
     how a text is read: str, bool or Path."""
-    about = {"help": help, "read": read, "choices": choices, "metavar": metavar, "aliases": aliases}
+    about = {"help": help, "read": read, "choices": choices, "metavar": metavar, "aliases": aliases, "several": several, "secret": secret}
     if default is Required:
         return field(metadata={_SETTING: about})
     if isinstance(default, type):

@@ -22,6 +22,7 @@ from twostep.settings.readers import (
     host_and_port,
     kv_cache_dtype,
     kv_transports,
+    model_names,
     speculative_config,
 )
 from twostep.settings.service import DTYPES, HASH_UNIT, TracedServiceSettings
@@ -51,7 +52,13 @@ class WorkerSettings(TracedServiceSettings):
 
     # ---- the model and its steps ----
     model: str = setting("", "model directory, ORG/NAME of the Hugging Face hub, or a known name", metavar="DIR|NAME")
-    served_model_name: str = setting("", "name clients ask for; that of --model if not given")
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "names clients may ask for; answers carry the first; that of --model if not given",
+        model_names,
+        metavar="NAME ...",
+        several=True,
+    )
     runner: str = setting("model", "fake: hand-computable tokens and settable timing, no weights", choices=("model", "fake"))
     dtype: str = setting(
         "auto",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,14 @@ class ModelCard:
             special_tokens=special_tokens,
             decoder_start_token_id=_decoder_start(config, generation, config_path) if kind_of(config) in WITH_ENCODER else None,
         )
+
+    def with_chat_template(self, path: Path) -> ModelCard:
+        """Returns the card with the template of a file in place of the model's own ones. Raises SetupError."""
+        try:
+            template = read_text(path, max_bytes=_MAX_TEMPLATE_BYTES)
+        except SetupError as error:
+            raise SetupError(f"--chat-template: {error.message.partition(';')[0]}; give a Jinja file") from error
+        return replace(self, chat_template=template, tool_use_template=None)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

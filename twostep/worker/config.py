@@ -57,6 +57,11 @@ class WorkerConfig(WorkerSettings):
     )
 
     @property
+    def model_name(self) -> str:
+        """Returns the first name that clients ask for."""
+        return self.served_model_name[0] if self.served_model_name else name_of(self.model) or "fake"
+
+    @property
     def hands_over(self) -> bool:
         """Returns whether it gives KV to other workers."""
         return self.role == "prefill" or self.both_roles
@@ -79,7 +84,6 @@ def parse_config(role: str, argv: Sequence[str] | None = None, environ: Mapping[
     )
     return replace(
         config,
-        served_model_name=config.served_model_name or name_of(config.model) or "fake",
         pod_owner=config.pod_owner or role,
         cache_dir=default_cache_dir(os.environ),
     )

@@ -88,7 +88,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
         if ranks is not None:
             ranks.close()
         raise SetupError(
-            f"{config.served_model_name} gives no token for any prompt in {runner.kv_shape.dtype}: its logits are not finite. Another "
+            f"{config.model_name} gives no token for any prompt in {runner.kv_shape.dtype}: its logits are not finite. Another "
             "--dtype (bfloat16, float32) may hold its values; else its files are damaged, or the device is"
         )
     card = None if model_dir is None else ModelCard.load(model_dir, config.architecture)
@@ -96,7 +96,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
     shape = runner.kv_shape
     log.info(
         "%s loaded: %s, %s%s%d KV blocks of %d tokens (%.0f MiB), context %d",
-        config.served_model_name,
+        config.model_name,
         shape.dtype,
         _weights_as(config, model_dir),
         "" if shape.quantization == "none" else f"KV as {shape.quantization}, ",
@@ -117,7 +117,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Served
             captured_rows=captured.most_prompt_rows,
         )
     return ServedModel(
-        name=config.served_model_name,
+        name=config.model_name,
         runner=runner,
         layout=layout_of(shape, _fingerprint(config, model_dir, runner.max_model_len)),
         eos_token_ids=frozenset() if card is None else card.eos_token_ids,

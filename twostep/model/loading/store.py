@@ -49,6 +49,7 @@ class StoredModel:
     revision: int
     num_bytes: int  # disk needed while converting: GGUF and either the wheel or the result
     generation: Mapping[str, float]  # sampling defaults its makers recommend, which a GGUF has no place for
+    chat_template: str  # beside this file: the model's own, with what that lacks
 
     @property
     def directory(self) -> str:
@@ -64,8 +65,15 @@ KNOWN_MODELS = {
         revision=2,
         num_bytes=400_000_000,
         generation={"temperature": 0.2, "top_p": 0.9},
+        chat_template="smollm2-135m-instruct.jinja",
     )
 }
+
+
+def chat_template_of(name_or_path: str | Path) -> Path | None:
+    """Returns the --chat-template that comes with a known name; None: the model's own is used."""
+    model = None if Path(name_or_path).is_dir() else KNOWN_MODELS.get(str(name_or_path).lower())
+    return None if model is None else Path(__file__).parent / model.chat_template
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
