@@ -47,7 +47,7 @@ class RoleLoad:
     @property
     def ratio(self) -> float | None:
         """prefill_s / decode_s, 1000 at most; None: there is no work on either side."""
-        if self.prefill_s < _LEAST_S and self.decode_s < _LEAST_S:
+        if not self.prefill_s and not self.decode_s:
             return None
         return min(_MOST, self.prefill_s / max(_LEAST_S, self.decode_s))
 
@@ -70,7 +70,8 @@ def role_load(snapshot: Snapshot, waiting: WaitingRequests = WaitingRequests()) 
         if for_answers:
             decode_s += _mean([waiting.num_requests * answer * _token_s(c, curve, prompt + answer / 2) for c in for_answers])
     num = [max(1, sum(c.record.role == role for c in side)) for role, side in (("prefill", for_prompts), ("decode", for_answers))]
-    return RoleLoad(prefill_s=prefill_s / num[0], decode_s=decode_s / num[1], num_prefill=num[0], num_decode=num[1])
+    prefill_s, decode_s = (work if work >= _LEAST_S else 0.0 for work in (prefill_s / num[0], decode_s / num[1]))
+    return RoleLoad(prefill_s=prefill_s, decode_s=decode_s, num_prefill=num[0], num_decode=num[1])
 
 
 def _open(side: Sequence[Candidate]) -> Sequence[Candidate]:
