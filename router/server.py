@@ -18,6 +18,7 @@ from router.config import RouterConfig
 from router.grpc.service import InferenceService, KeyGate, StatusService
 from router.http.admin import Administration, admin_listener, load_admin_key
 from router.http.batches import BatchEndpoints
+from router.http.body_parser import BodyParser
 from router.http.front import Front
 from router.http.server import HttpServer, Listener, ssl_context
 from router.placing.log import PlacementLog
@@ -145,7 +146,9 @@ class Router:
         source = source_of(config.api_keys_file, config.api_keys, self._redis, self._secret)
         source = source or own_key_of(config.api_key_file, config.api_key)
         self.access = Access(source, secret=self._secret, redis=self._redis, router_id=self.router_id, clock=self._clock)
-        quota = Quota(weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting)
+        quota = self._quota = Quota(
+            weights=config.tenant_weights, max_inflight=config.tenant_max_inflight, max_waiting=config.tenant_max_waiting
+        )
         self.quota_share = QuotaShare(self._redis, self.router_id, self._on_usage_elsewhere, self._clock)
         self.admission = Admission(
             max_inflight=config.max_inflight,
@@ -172,9 +175,9 @@ class Router:
 
         # How a request is served, whatever protocol it comes by.
         self._placement_log = None if config.placement_log is None else PlacementLog(config.placement_log)
-        self._grammars = GrammarChecker(config.model)
+        self._grammars = GrammarChecker(config.model, self._chat_format, quota=quota)
         client_tokens = config.special_tokens_in_messages == "tokens"
-        self._renderer = Renderer(setup_of(self._card, self._chat_format, None if client_tokens else self._tokenizer))
+        self._renderer = Renderer(setup_of(self._card, self._chat_format, None if client_tokens else self._tokenizer), quota=quota)
         self._hold_back = hold_back_of(
             config.hold_back,
             window=config.hold_back_chars,
@@ -212,6 +215,7 @@ class Router:
             default_max_tokens=config.default_max_tokens,
             chat_format=self._chat_format,
             grammars=self._grammars,
+            quota=self._quota,
         )
         dispatcher = Dispatcher(
             self.pool,
@@ -278,6 +282,7 @@ class Router:
             allowed_origins=config.allowed_origins,
             tracer=self.tracer,
             batches=self.batches,
+            parser=BodyParser(self._quota),
         )
         if self.batches is not None:
             self.batches.answer_with(BatchEndpoints(front))

@@ -276,6 +276,11 @@ class Identity:
         return self.key_id or self.address
 
     @property
+    def share(self) -> str:
+        """Whose turn it is where callers wait for the router itself: a tenant that a key vouches for, else the caller."""
+        return self.caller if self.account is None else self.tenant or self.fallback
+
+    @property
     def key_id(self) -> str:
         """Empty: no key was shown, because none is asked for."""
         return "" if self.account is None else self.account.key.id

@@ -49,7 +49,8 @@ async def embed_all(inference: Inference, request: pb.EmbedRequest, asker: Asker
                 value = given.token_ids.ids
             case _:
                 raise InvalidRequest(f"inputs[{index}] is missing; set text or token_ids")
-        return await inference.prompts.embedding_input(value, most=most, cut_to=most if cut_to == -1 else cut_to)
+        most_kept = most if cut_to == -1 else cut_to
+        return await inference.prompts.embedding_input(value, asker.identity.share, most=most, cut_to=most_kept)
 
     async def ask(index: int, prompt: ReadPrompt) -> None:
         own = pb.GenerateRequest(

@@ -38,10 +38,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Pieces are written rather than yielded, so that cutting a client that does not read interrupts the call, which then says why."""
         caller = GrpcCaller(context, self._access)
         with caller.identity.calling():
-            tools = await self._inference.prompts.tool_use(request) if request.chat.HasField("tool_use") else None
+            prompts, share = self._inference.prompts, caller.identity.share
+            tools = await prompts.tool_use(request.chat, share) if request.chat.HasField("tool_use") else None
 
             async def read_prompt() -> Prompt:
-                prompt = await self._inference.prompts.prompt(request)
+                prompt = await prompts.prompt(request, share)
                 return prompt if tools is None else replace(prompt, tools=tools)
 
             if request.n > 1 or request.begun_answers:
@@ -59,8 +60,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return await embed_all(self._inference, request, caller, name)
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: _Context) -> inference_pb2.TokenizeResponse:
-        with GrpcCaller(context, self._access).identity.calling():
-            return await self._inference.tokenize(request)
+        caller = GrpcCaller(context, self._access)
+        with caller.identity.calling():
+            return await self._inference.tokenize(request, caller.identity.share)
 
     async def ListModels(self, request: inference_pb2.ListModelsRequest, context: _Context) -> inference_pb2.ListModelsResponse:
         return self._inference.models()

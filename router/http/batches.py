@@ -214,7 +214,7 @@ class BatchEndpoints:
         with identity.calling():
             call = HttpCall(request_id=request_id, identity=identity)
             kind, generation = _ENDPOINTS[asked.endpoint]
-            endpoint = generation(self._front, await self._front.parser.parse(partial(parse_body, kind), body), call)
+            endpoint = generation(self._front, await self._front.parser.parse(partial(parse_body, kind), body, identity.share), call)
             endpoint.check_size(is_line=True)
             # As JSON an answer is ten times as large, and stays so until it is on disk: one such at a time.
             async with endpoint.whole() as whole, self._large if whole.num_bytes > INLINE_BYTES else nullcontext():

@@ -25,7 +25,9 @@ from typing import Any, TypeVar
 from router.http import messages_body, responses_body  # noqa: F401
 from router.http.errors import HttpError
 from router.json_size import JsonSize, checked_size, rough_size
-from router.prompting.helper_pool import Helper, HelperPool, HelperQueue, Lost
+from router.prompting.helper_pool import Helper, HelperPool, Lost
+from router.waiting.fair_queue import EVERYBODY_ALIKE, Quota
+from router.waiting.turns import Turns
 from twostep.errors import InvalidRequest, SetupError, Unavailable
 from twostep.process.helper_service import limit_memory, serve
 
@@ -36,8 +38,10 @@ _HEAD = struct.Struct("<I")
 _FEW_CONTAINERS = 600
 _FEW_VALUES = 10_000
 _SHORT_BYTES = 1 << 20
-_NUM_PROCESSES = 2
-_MAX_WAITING = 64
+_NUM_PROCESSES = 3
+# Whoever comes next need not wait for one caller's.
+_MAX_EACH = 2
+_MAX_WAITING = 128
 # Of the processor, and of memory: what such a body takes is a second, and 300 MB.
 _PARSE_S = 10.0
 _MEMORY_BYTES = 1 << 30
@@ -46,20 +50,21 @@ _MEMORY_BYTES = 1 << 30
 class BodyParser:
     """Belongs to one router, and to its event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, quota: Quota = EVERYBODY_ALIKE) -> None:
         helper = Helper(module="router.http.body_parser", setup=str(_MEMORY_BYTES).encode(), purpose="read large bodies")
         self._pool = HelperPool(helper, _NUM_PROCESSES)
         self._turn = asyncio.Lock()
-        self._line = HelperQueue("large bodies wait to be read", most=_MAX_WAITING, at_once=_NUM_PROCESSES)
+        what = "large bodies wait to be read"
+        self._turns = Turns(what, most=_MAX_WAITING, at_once=_NUM_PROCESSES, each=_MAX_EACH, quota=quota)
 
-    async def parse(self, read: Callable[[bytes], T], raw: bytes) -> T:
+    async def parse(self, read: Callable[[bytes], T], raw: bytes, caller: str) -> T:
         """Returns what `read` makes of the bytes: a function that can be pickled, as its result can. Raises the HttpError that it does,
         InvalidRequest (too many values), ResourceExhausted (too many others wait)."""
         if len(raw) <= _SHORT_BYTES and (_is_light(rough_size(raw)) or _is_light(await self._checked(raw))):
             return read(raw)
         reader = pickle.dumps(read, protocol=5)
         try:
-            kind, answer = pickle.loads(await self._pool.ask(self._line, _HEAD.pack(len(reader)), reader, raw, cpu_s=_PARSE_S))
+            kind, answer = pickle.loads(await self._pool.ask(self._turns, caller, _HEAD.pack(len(reader)), reader, raw, cpu_s=_PARSE_S))
         except SetupError as error:
             message = "the router cannot start the process that reads large bodies; repeat later, or send a smaller one"
             raise Unavailable(message) from error

@@ -48,7 +48,6 @@ class ChatGeneration(HttpGeneration[AnyChat]):
         self._request.chat.SetInParent()
         with blaming(body.names()):
             self.tools = body.tool_use(front.chat_format.tool_calls)
-        self.tools.prepare(self._request, front.tokenizer)
         if self.tools.format is None:
             del self._chat.tools[:]
         self.with_reasoning = body.include_reasoning is not False
@@ -64,7 +63,7 @@ class ChatGeneration(HttpGeneration[AnyChat]):
     async def read_prompt(self, index: int) -> Prompt:
         chat = await self.conversation()
         request = pb.GenerateRequest(chat=chat, keep_special_tokens=self._request.keep_special_tokens)
-        prompt = await self.front.inference.prompts.prompt(request)
+        prompt = await self.front.inference.prompts.prompt(request, self.call.identity.share)
         self.check_room(prompt)
         self.check_repeated(prompt)
         return replace(prompt, tools=self.tools)

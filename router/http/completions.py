@@ -56,17 +56,17 @@ class CompletionGeneration(HttpGeneration[CompletionBody]):
         return f"prompt[{index}]" if isinstance(self.body.prompt, list) else ""
 
     async def read_prompt(self, index: int) -> Prompt:
-        inference, given = self.front.inference, self._prompts[index]
+        inference, given, share = self.front.inference, self._prompts[index], self.call.identity.share
         request = pb.GenerateRequest(keep_special_tokens=self._request.keep_special_tokens)
         name = self.item(index) or "prompt"
         with blaming({"text": name, "token_ids": name}):
             if not isinstance(given, str):
                 request.token_ids.ids.extend(given)
             elif self.body.add_special_tokens is False:
-                request.token_ids.ids.extend(await inference.prompts.text_ids(given, add_special_tokens=False))
+                request.token_ids.ids.extend(await inference.prompts.text_ids(given, share, add_special_tokens=False))
             else:
                 request.text = given
-            prompt = await inference.prompts.prompt(request)
+            prompt = await inference.prompts.prompt(request, share)
         self.check_room(prompt)
         if self.body.echo:
             self._echoes[index] = given if isinstance(given, str) else await decoded(self.front.tokenizer, given)

@@ -130,5 +130,9 @@ class HttpEmbeddings:
         name = self._item(index) or "input"
         with blaming({"text": name, "token_ids": name}):
             return await self._front.inference.prompts.embedding_input(
-                given, most=self._most, cut_to=self._cut_to, add_special_tokens=self._body.add_special_tokens is not False
+                given,
+                self._call.identity.share,
+                most=self._most,
+                cut_to=self._cut_to,
+                add_special_tokens=self._body.add_special_tokens is not False,
             )

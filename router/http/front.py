@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from aiohttp import web
@@ -55,7 +55,7 @@ class Front:
     allowed_origins: Collection[str] = ()
     tracer: Tracer | None = None
     batches: Batches | None = None
-    parser: BodyParser = field(default_factory=BodyParser)
+    parser: BodyParser
 
 
 FRONT: web.AppKey[Front] = web.AppKey("front", Front)
@@ -83,6 +83,6 @@ async def parsed(request: web.Request, read: Callable[[bytes], T]) -> T:
     raw = await json_body(request)
     request[RECEIVED] = time.monotonic()
     try:
-        return await request.app[FRONT].parser.parse(read, raw)
+        return await request.app[FRONT].parser.parse(read, raw, request[IDENTITY].share)
     finally:
         request.app[BODIES].free(request)

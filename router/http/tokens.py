@@ -58,9 +58,10 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
         if isinstance(body, TokenizeChat):
             chat = body.chat()
             adapt_roles(chat, front.card.chat_template)
-            ids = (await front.inference.tokenize(pb.TokenizeRequest(chat=chat))).token_ids
+            ids = (await front.inference.tokenize(pb.TokenizeRequest(chat=chat), request[IDENTITY].share)).token_ids
         elif body.prompt:
-            ids = await front.inference.prompts.text_ids(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            text_ids = front.inference.prompts.text_ids
+            ids = await text_ids(body.prompt, request[IDENTITY].share, add_special_tokens=body.add_special_tokens is not False)
     fields = {"count": len(ids), "max_model_len": front.inference.max_model_len, "tokens": list(ids), "token_strs": None}
     num_bytes = JSON_ID_BYTES * len(ids)
     if body.return_token_strs:

@@ -1,8 +1,11 @@
 """Processes of one kind that may die of what they are asked, as a router keeps them: a few, started when they are needed.
 
-question ─ its line is full? ─┬─ yes ─────────────────────────────────────────────▶ refused
-                              └─ no ─ in turn ─ a process that is free, or a new ──▶ answer
-                                                   └─ lost, or too slow: it is ended, and another one takes its place
+question ─ too many wait? ─┬─ yes ─────────────────────────────────────────────▶ refused
+                           └─ no ─ in turn ─ a process that is free, or a new ──▶ answer
+                                                └─ lost, or stuck: it is ended, and another one takes its place
+
+Callers take turns (router/waiting/turns.py). What a question may take is counted in time of the processor, so that it does not depend on
+how busy the machine is: a question that waits for a core goes on waiting until its caller gives up.
 """
 
 from __future__ import annotations
@@ -11,19 +14,19 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Coroutine
-from contextlib import ExitStack
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+from router.waiting.turns import Turn, Turns
 from twostep.errors import ResourceExhausted, SetupError
 from twostep.process.helper_service import ANSWER, ASK
 
 log = logging.getLogger(__name__)
 
-# On the clock, however busy the machine is.
-_WAIT_S = 30.0
-_START_S = 60.0
+# A process that has computed nothing for so long is stuck: on the busiest machine it gets a core now and then.
+_STUCK_S = 60.0
 
 # What is read of an answer at a time.
 _READ_BYTES = 1 << 18
@@ -40,6 +43,13 @@ class Lost(Exception):
     def __init__(self, of: str, status: int) -> None:
         super().__init__(of)
         self.status = status
+
+
+class Answer(NamedTuple):
+    """`cpu_s`: what it took of the processor."""
+
+    content: bytes
+    cpu_s: float
 
 
 class HelperProcess:
@@ -65,22 +75,40 @@ class HelperProcess:
             )
         )
 
-    async def ask(self, *question: bytes, cpu_s: float, timeout_s: float) -> bytes:
-        """`cpu_s`: how long it may compute, 0 for ever; `timeout_s`: how long this waits, however busy the machine is.
-        Raises Lost, TimeoutError."""
+    async def ask(self, *question: bytes, cpu_s: float, stuck_s: float = _STUCK_S) -> Answer:
+        """`cpu_s`: how long it may compute, 0 for ever; `stuck_s`: how long it may compute nothing. Raises Lost, TimeoutError: it is
+        stuck."""
+        asking = asyncio.create_task(self._ask(question, cpu_s))
+        try:
+            computed = self._computed()
+            while not (await asyncio.wait((asking,), timeout=stuck_s))[0]:
+                before, computed = computed, self._computed()
+                if computed == before:
+                    raise TimeoutError
+        finally:
+            asking.cancel()
+        return await asking
+
+    async def _ask(self, question: Sequence[bytes], cpu_s: float) -> Answer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        async with asyncio.timeout(timeout_s):
-            try:
-                for piece in (ASK.pack(sum(map(len, question)), cpu_s), *question):
-                    self._process.stdin.write(piece)
-                await self._process.stdin.drain()
-                (num_bytes,) = ANSWER.unpack(await self._process.stdout.readexactly(ANSWER.size))
-                return await self._process.stdout.readexactly(num_bytes)
-            # uvloop raises RuntimeError for a pipe that is closed already.
-            except (ConnectionError, RuntimeError, asyncio.IncompleteReadError) as error:
-                status = await self._process.wait()
-                raise Lost(TIME if status == -signal.SIGPROF else MEMORY, status) from error
+        try:
+            for piece in (ASK.pack(sum(map(len, question)), cpu_s), *question):
+                self._process.stdin.write(piece)
+            await self._process.stdin.drain()
+            num_bytes, took_s = ANSWER.unpack(await self._process.stdout.readexactly(ANSWER.size))
+            return Answer(await self._process.stdout.readexactly(num_bytes), took_s)
+        # uvloop raises RuntimeError for a pipe that is closed already.
+        except (ConnectionError, RuntimeError, asyncio.IncompleteReadError) as error:
+            status = await self._process.wait()
+            raise Lost(TIME if status == -signal.SIGPROF else MEMORY, status) from error
+
+    def _computed(self) -> Sequence[bytes]:
+        """Returns what the kernel has counted of its time, of which only changes matter."""
+        try:
+            return Path(f"/proc/{self._process.pid}/stat").read_bytes().rpartition(b")")[2].split()[11:13]
+        except OSError:
+            return ()
 
     async def end(self) -> None:
         """Returns when it is gone."""
@@ -106,15 +134,6 @@ class Helper:
     lost: str = "the process took too much {} to start"
 
 
-class HelperQueue:
-    """Those who wait for a pool together: at most `most`, of whom at most `at_once` have a process. `what`: as a message says it."""
-
-    def __init__(self, what: str, *, most: int, at_once: int) -> None:
-        self.what, self.most = what, most
-        self.num = 0
-        self.gate = asyncio.Semaphore(at_once)
-
-
 class HelperPool:
     """Keeps the processes of one kind. Belongs to one event loop."""
 
@@ -134,24 +153,13 @@ class HelperPool:
             if not self._idle:
                 self._idle.append(await self._started())
 
-    async def ask(self, line: HelperQueue, *question: bytes, cpu_s: float) -> bytes:
-        """`cpu_s`: of the processor. Raises Lost, ResourceExhausted (too many wait, or the machine is too busy), SetupError."""
-        if line.num >= line.most:
-            raise ResourceExhausted(f"{line.num} {line.what}; repeat later", retry_after_s=1.0)
-        line.num += 1
-        try:
-            with ExitStack() as held:
-                for gate in (line.gate, self._places):
-                    await gate.acquire()
-                    held.callback(gate.release)
-                answer = self._begin(self._answer(question, cpu_s))
-                over = held.pop_all()
-                answer.add_done_callback(lambda _: over.close())
-            # A client that leaves takes no process with it.
-            await asyncio.wait((answer,))
-            return answer.result()
-        finally:
-            line.num -= 1
+    async def ask(self, turns: Turns, caller: str, *question: bytes, cpu_s: float) -> bytes:
+        """`cpu_s`: of the processor. Raises Lost, ResourceExhausted (too many wait), SetupError."""
+        turn = await turns.take(caller)
+        # A client that leaves takes no process with it.
+        answer = self._begin(self._in_turn(turn, question, cpu_s))
+        await asyncio.wait((answer,))
+        return answer.result()
 
     async def close(self) -> None:
         """Ends all processes. Called when no caller waits for an answer any more."""
@@ -161,7 +169,18 @@ class HelperPool:
                 self._begin((self._idle or self._busy).pop().end())
             await asyncio.wait(self._tasks)
 
-    async def _answer(self, question: tuple[bytes, ...], cpu_s: float) -> bytes:
+    async def _in_turn(self, turn: Turn, question: Sequence[bytes], cpu_s: float) -> bytes:
+        took_s = 0.0
+        try:
+            async with self._places:
+                took_s = cpu_s  # all of it, if the process is lost
+                answer = await self._answer(question, cpu_s)
+                took_s = answer.cpu_s
+                return answer.content
+        finally:
+            turn.over(took_s)
+
+    async def _answer(self, question: Sequence[bytes], cpu_s: float) -> Answer:
         process = self._idle.pop() if self._idle else await self._started()
         if self._closed:
             # It was started while close() ended the others.
@@ -169,14 +188,15 @@ class HelperPool:
             raise SetupError("the router is closing")
         self._busy.add(process)
         try:
-            answer = await process.ask(*question, cpu_s=cpu_s, timeout_s=_WAIT_S)
+            answer = await process.ask(*question, cpu_s=cpu_s)
         except (TimeoutError, Lost) as error:
             self._begin(process.end())
             if not self._closed:
                 self._begin(self._replace())
             if isinstance(error, Lost):
                 raise
-            raise ResourceExhausted(f"the machine is too busy to {self._helper.purpose}; repeat later", retry_after_s=1.0) from error
+            message = f"the process that is to {self._helper.purpose} has not moved for {_STUCK_S:g} s and is replaced; repeat later"
+            raise ResourceExhausted(message, retry_after_s=1.0) from error
         finally:
             self._busy.discard(process)
         self._idle.append(process)
@@ -208,9 +228,9 @@ class HelperPool:
         helper, trouble = self._helper, "its start was given up"
         process = await HelperProcess.start(helper.module)
         try:
-            trouble = (await process.ask(helper.setup, cpu_s=helper.setup_s, timeout_s=_START_S)).decode("utf-8", "surrogatepass")
+            trouble = (await process.ask(helper.setup, cpu_s=helper.setup_s)).content.decode("utf-8", "surrogatepass")
         except TimeoutError:
-            trouble = f"the process that is to {helper.purpose} was not there after {_START_S:g} s"
+            trouble = f"the process that is to {helper.purpose} has not moved for {_STUCK_S:g} s at its start"
         finally:
             if trouble:
                 self._begin(process.end())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,14 +13,16 @@ from functools import partial
 from typing import TypeVar
 
 from router.prompting.chat import check_chat, continued_content, num_content_chars
-from router.prompting.grammar_check import GrammarChecker, asked_grammar
+from router.prompting.grammar_check import GrammarChecker
 from router.prompting.renderer import Renderer
-from router.prompting.tool_use import NO_TOOLS, ToolText, ToolUse
+from router.prompting.tool_use import NO_TOOLS, ToolText, ToolUse, check_size
 from router.request.answer import AnswerReader, resumed_tokens
-from twostep.errors import ContextExceeded, InvalidRequest, ResourceExhausted
+from router.waiting.fair_queue import EVERYBODY_ALIKE, Quota
+from router.waiting.turns import Turns
+from twostep.errors import ContextExceeded, InvalidRequest
+from twostep.rpc.convert import grammar_from_proto
 from twostep.rpc.v1 import inference_pb2
-from twostep.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
-from twostep.text.answer_grammar import after_reasoning
+from twostep.sampling_params import MAX_PROMPT_LOGPROBS, Grammar, SamplingParams
 from twostep.text.chat_format import ChatFormat
 from twostep.text.detokenizer import Detokenizer
 from twostep.text.harmony import HarmonyFormat
@@ -29,9 +32,8 @@ from twostep.text.tokenizer import MAX_INLINE_CHARS, Tokenizer
 
 # Detokenizing goes token by token.
 _CHARS_FOR_TOKEN = 32
-_MAX_THREADED = 64
-# Of functions that are to be called, as JSON: the interpreter is held while they are read.
-_MAX_TOOL_CHARS = 1 << 20
+_NUM_THREADS = 2
+_MAX_THREADED = 128
 
 # Fields of the message that are copied as they are: those of SamplingParams less those that are resolved here.
 _RESOLVED = {"max_tokens", "seed", "stop", "stop_token_ids", "logprobs", "grammar", "logit_bias", "prompt_logprobs"}
@@ -79,14 +81,6 @@ class Prompt:
         # A grammar is of what tokens add to a text: it does not know that a prompt without any would take their first space.
         return self.tokenizer.anchor or before if in_grammar else before
 
-    def held(self, sampling: SamplingParams) -> SamplingParams:
-        """Returns the parameters with a grammar that begins behind the reasoning. A grammar is of the answer: the model thinks freely
-        before it."""
-        if self.reasoning is None or sampling.grammar is None:
-            return sampling
-        is_calls = self.tools.must
-        return replace(sampling, grammar=after_reasoning(sampling.grammar, self.reasoning, self.tokenizer, self.begun, is_calls=is_calls))
-
 
 ReadPrompt = Callable[[], Awaitable[Prompt]]
 
@@ -103,8 +97,9 @@ class PromptReader:
         default_max_tokens: int,
         chat_format: ChatFormat | None = None,
         grammars: GrammarChecker | None = None,
+        quota: Quota = EVERYBODY_ALIKE,
     ) -> None:
-        """`chat_format`: of the answers to chats; None: they are nothing but text. `grammars` None: only workers look at them."""
+        """`chat_format`: of the answers to chats; None: they are nothing but text. `grammars` None: there are none."""
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._format = chat_format or ChatFormat()
@@ -116,13 +111,15 @@ class PromptReader:
         self._has_encoder = card.decoder_start_token_id is not None
         self._renderer = renderer
         self._default_max_tokens = default_max_tokens
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
-        self._num_threaded = 0
+        self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="tokenize")
+        # A text that fits the context takes a thread for a second at most: a caller may have both.
+        what = "long prompts are being tokenized"
+        self._turns = Turns(what, most=_MAX_THREADED, at_once=_NUM_THREADS, each=_NUM_THREADS, quota=quota)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+    async def text_ids(self, text: str, caller: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         """Raises InvalidRequest for an empty text, ResourceExhausted if too many long ones are being tokenized."""
         if not text:
             raise InvalidRequest("text is empty; send at least one character")
@@ -132,18 +129,18 @@ class PromptReader:
             self._check_tokens(text)
             return self._tokenizer.encode(text, add_special_tokens)
 
-        return await self._in_thread_if_long(encoded, len(text))
+        return await self._in_thread_if_long(encoded, len(text), caller)
 
-    async def chat_ids(self, chat: inference_pb2.Chat) -> Sequence[int]:
+    async def chat_ids(self, chat: inference_pb2.Chat, caller: str) -> Sequence[int]:
         """Raises InvalidRequest, ResourceExhausted if too many long ones are being tokenized."""
-        return (await self._chat(chat)).ids
+        return (await self._chat(chat, caller)).ids
 
-    async def _chat(self, chat: inference_pb2.Chat) -> Prompt:
+    async def _chat(self, chat: inference_pb2.Chat, caller: str) -> Prompt:
         check_chat(chat)
         self._check_length(num_content_chars(chat))
         tokenizer = self._tools_tokenizer if chat.tools else self._chat_tokenizer
         reasoning = self._format.reasoning
-        rendered = await self._renderer.render(chat)
+        rendered = await self._renderer.render(chat, caller)
         text = rendered.text
         self._check_length(len(text))
         begun = Begun.OVER if reasoning is None else reasoning.begun_in(text, continued_content(chat))
@@ -152,9 +149,9 @@ class PromptReader:
             self._check_tokens(text)
             return self._tokenizer.encode_chat(text, rendered.clients)
 
-        return Prompt(await self._in_thread_if_long(encoded, len(text)), tokenizer, reasoning, begun)
+        return Prompt(await self._in_thread_if_long(encoded, len(text), caller), tokenizer, reasoning, begun)
 
-    async def prompt(self, request: inference_pb2.GenerateRequest) -> Prompt:
+    async def prompt(self, request: inference_pb2.GenerateRequest, caller: str) -> Prompt:
         """Reads a Generate request's: at least one token, all within the vocabulary, and behind them the one that a decoder begins with
         whose encoder reads the prompt. Raises InvalidRequest (ContextExceeded), ResourceExhausted."""
         kind = request.WhichOneof("prompt")
@@ -163,9 +160,9 @@ class PromptReader:
         if kind == "token_ids":
             prompt = Prompt(self._given_ids(request.token_ids.ids), self._tokenizer)
         elif kind == "text":
-            prompt = Prompt(await self.text_ids(request.text), self._tokenizer)
+            prompt = Prompt(await self.text_ids(request.text, caller), self._tokenizer)
         else:
-            prompt = await self._chat(request.chat)
+            prompt = await self._chat(request.chat, caller)
         if not prompt.ids:
             raise InvalidRequest(f"{kind} gives no tokens; send some text")
         if (start := self._card.decoder_start_token_id) is not None:
@@ -173,7 +170,7 @@ class PromptReader:
         return replace(prompt, tokenizer=self._open_tokenizer) if request.keep_special_tokens else prompt
 
     async def embedding_input(
-        self, given: str | Sequence[int], *, most: int, cut_to: int | None, add_special_tokens: bool = True
+        self, given: str | Sequence[int], caller: str, *, most: int, cut_to: int | None, add_special_tokens: bool = True
     ) -> Prompt:
         """Reads what is to be embedded, of at most `most` tokens. With `cut_to`, of a longer text the first tokens are kept, and of token
         ids the last, as vLLM does it. Raises InvalidRequest (ContextExceeded), ResourceExhausted."""
@@ -189,31 +186,26 @@ class PromptReader:
         if not given:
             raise InvalidRequest("text is empty; send at least one character")
         if cut_to is None:
-            ids = await self.text_ids(given, add_special_tokens=add_special_tokens)
+            ids = await self.text_ids(given, caller, add_special_tokens=add_special_tokens)
         else:
             first = partial(self._tokenizer.encode_first, given, cut_to, add_special_tokens)
-            ids = await self._in_thread_if_long(first, len(given))
+            ids = await self._in_thread_if_long(first, len(given), caller)
         if not ids:
             raise InvalidRequest("text gives no tokens; send some text")
         if len(ids) > most:
             raise _too_long(len(ids), most)
         return Prompt(ids, self._tokenizer)
 
-    async def tool_use(self, request: inference_pb2.GenerateRequest) -> ToolUse:
-        """Reads what a request for a chat asks of its calls, and changes its grammar and tools to that. Raises InvalidRequest,
+    async def tool_use(self, chat: inference_pb2.Chat, caller: str) -> ToolUse:
+        """Reads what a request asks of its chat's calls; without calls the chat loses its tools. Raises InvalidRequest,
         ResourceExhausted."""
-        chat = request.chat
         check_chat(chat)
-        num_chars = sum(map(len, chat.tools))
-        if num_chars > _MAX_TOOL_CHARS:
-            raise InvalidRequest(f"chat.tools has {num_chars} characters; send at most {_MAX_TOOL_CHARS}")
+        check_size(chat.tools)
 
         def read() -> ToolUse:
-            tools = ToolUse.of(chat.tool_use, [ToolText.read(i, text) for i, text in enumerate(chat.tools)], self._format.tool_calls)
-            tools.prepare(request, self._tokenizer)
-            return tools
+            return ToolUse.of(chat.tool_use, [ToolText.read(i, text) for i, text in enumerate(chat.tools)], self._format.tool_calls)
 
-        tools = await self._in_thread_if_long(read, num_chars)
+        tools = await self._in_thread_if_long(read, sum(map(len, chat.tools)), caller)
         if tools.format is None:
             del chat.tools[:]
         return tools
@@ -245,9 +237,9 @@ class PromptReader:
         pool_tokens: int,
         unasked: int | None = None,
     ) -> SamplingParams:
-        """Resolves the client's values, then the model's defaults, then neutral ones; bounded by the context. Where max_tokens is not
-        given, an answer may have `unasked` tokens (None: the router's default), as far as the context and `pool_tokens`, the most that a
-        worker could hold, have room.
+        """Resolves the client's values, but for the grammar, then the model's defaults, then neutral ones; bounded by the context. Where
+        max_tokens is not given, an answer may have `unasked` tokens (None: the router's default), as far as the context and
+        `pool_tokens`, the most that a worker could hold, have room.
 
         Raises InvalidRequest (a value out of range), ContextExceeded (no room for the prompt and one, or max_tokens, more)."""
         room = max_model_len - num_prompt_tokens
@@ -287,7 +279,6 @@ class PromptReader:
             stop=tuple(proto.stop),
             stop_token_ids=tuple(proto.stop_token_ids),
             logprobs=proto.logprobs if proto.HasField("logprobs") else None,
-            grammar=asked_grammar(proto.grammar) if proto.HasField("grammar") else None,
             logit_bias=tuple(sorted(proto.logit_bias.items())),
             prompt_logprobs=prompt_logprobs,
             **values,
@@ -301,16 +292,21 @@ class PromptReader:
         """Returns max_tokens of a request that gives none."""
         return max(1, min(unasked or self._default_max_tokens or room, room, pool_room))
 
-    async def check_grammar(self, sampling: SamplingParams) -> None:
-        """Raises InvalidRequest naming what is wrong with the answer's grammar, ResourceExhausted, SetupError."""
-        if sampling.grammar is not None and self._grammars is not None:
-            await self._grammars.check(sampling.grammar)
+    async def grammar(self, proto: inference_pb2.SamplingParams, prompt: Prompt, caller: str) -> Grammar | None:
+        """Returns what the whole answer is held to, its reasoning and its calls included; None: nothing. Raises InvalidRequest naming what
+        is wrong with it, ResourceExhausted, SetupError."""
+        own = grammar_from_proto(proto.grammar) if proto.HasField("grammar") else None
+        plainly = proto.grammar.HasField("strict") and not proto.grammar.strict
+        terms = prompt.tools.terms(own, plainly=plainly, begun=None if prompt.reasoning is None else prompt.begun)
+        if self._grammars is None:
+            return None
+        return await self._grammars.grammar(terms, caller)
 
-    async def resume(self, answer: AnswerReader, token_ids: Sequence[int], sampling: SamplingParams) -> str:
+    async def resume(self, answer: AnswerReader, token_ids: Sequence[int], sampling: SamplingParams, caller: str) -> str:
         """Brings `answer` to where a client is that has `token_ids` of it, and returns their text. Raises InvalidRequest,
         ResourceExhausted."""
         tokens = resumed_tokens(token_ids, sampling, eos_token_ids=self._card.eos_token_ids, vocab_size=self._card.vocab_size)
-        return await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN)
+        return await self._in_thread_if_long(lambda: answer.resume(tokens), len(tokens) * _CHARS_FOR_TOKEN, caller)
 
     def text_of(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
         """Returns the text that a client sees which has these tokens of an answer."""
@@ -329,16 +325,16 @@ class PromptReader:
             what = f"the prompt has {len(text)} characters, which are more tokens"
             raise ContextExceeded.of(what, "shorten it", max_model_len=most, prompt_tokens=most + 1)
 
-    async def _in_thread_if_long(self, work: Callable[[], T], num_chars: int) -> T:
+    async def _in_thread_if_long(self, work: Callable[[], T], num_chars: int, caller: str) -> T:
+        """Raises ResourceExhausted."""
         if num_chars <= MAX_INLINE_CHARS:
             return work()
-        if self._num_threaded >= _MAX_THREADED:
-            raise ResourceExhausted(f"{self._num_threaded} long prompts are being tokenized; repeat later")
-        self._num_threaded += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._num_threaded -= 1
+        turn = await self._turns.take(caller)
+        begun = time.monotonic()
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        # A client that leaves takes no thread with it.
+        working.add_done_callback(lambda _: turn.over(time.monotonic() - begun))
+        return await working
 
 
 def _too_long(num_tokens: int, most: int) -> ContextExceeded:

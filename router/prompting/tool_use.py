@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from router.prompting.chat import read_tool
-from router.prompting.grammar_check import asked_grammar
 from twostep.errors import InvalidRequest
-from twostep.rpc.convert import grammar_to_proto
 from twostep.rpc.v1 import inference_pb2 as pb
-from twostep.text.answer_grammar import either, strict_grammar, tool_call_grammar
-from twostep.text.tokenizer import Tokenizer
+from twostep.sampling_params import Grammar
+from twostep.text.answer_grammar import AnswerTerms
+from twostep.text.reasoning import Begun
 from twostep.text.tool_calls import ToolCallParser
-from twostep.text.tool_formats.format import Function, ToolCallFormat
+from twostep.text.tool_formats.format import ToolCallFormat
+from twostep.text.tool_formats.values import Parameters
 
 TOOL_CHOICES = ("auto", "none", "required")
+# Of functions that are to be called, as JSON: the interpreter is held while they are read.
+_MAX_TOOL_CHARS = 1 << 20
+
+
+def check_size(tools: Sequence[str]) -> None:
+    """Raises InvalidRequest for more than is read."""
+    num_chars = sum(map(len, tools))
+    if num_chars > _MAX_TOOL_CHARS:
+        raise InvalidRequest(f"tools has {num_chars} characters; send at most {_MAX_TOOL_CHARS}")
 
 
 class ToolText(NamedTuple):
@@ -58,6 +68,7 @@ class ToolUse:
         cls, asked: pb.ToolUse, tools: Sequence[ToolText], format: ToolCallFormat | None, *, allowed: Collection[str] | None = None
     ) -> ToolUse:
         """`format`: the model's. `allowed`: names of those that may be called, None: all. Raises InvalidRequest for what cannot be done."""
+        check_size([tool.text for tool in tools])
         choice, function = asked.tool_choice or "auto", asked.function
         if choice not in TOOL_CHOICES:
             raise InvalidRequest(f"tool_choice is {choice[:64]!r}; give one of {', '.join(TOOL_CHOICES)}, or a function")
@@ -86,29 +97,24 @@ class ToolUse:
         must = choice == "required" or bool(function)
         return cls(format, tuple(tools), must, parallel=not (function or asked.single), limited=len(tools) < num_shown)
 
-    def prepare(self, request: pb.GenerateRequest, tokenizer: Tokenizer) -> None:
-        """Holds the answer to calls if there must be some, calls to the functions that are allowed, and arguments of strict functions to
-        their schemas. What else the answer is held to holds where it calls nothing."""
-        if self.format is None:
-            return
-        grammar = None
-        if self.must or request.sampling.HasField("grammar"):
-            grammar = tool_call_grammar(self.format, self._functions(), tokenizer, parallel=self.parallel)
-            if not self.must:
-                grammar = either(grammar, asked_grammar(request.sampling.grammar))
-        elif self.limited or any(tool.strict for tool in self.tools):
-            grammar = strict_grammar(self.format, self._functions(), tokenizer, parallel=self.parallel)
-        if grammar is not None:
-            request.sampling.grammar.CopyFrom(grammar_to_proto(grammar))
-
-    def _functions(self) -> list[Function]:
-        return [Function(tool.name, tool.parameters(), tool.strict) for tool in self.tools]
+    def terms(self, own: Grammar | None, *, plainly: bool, begun: Begun | None) -> AnswerTerms:
+        """Returns what the answer's form is held to: calls if there must be some, calls to the functions that are allowed, arguments of
+        strict functions to their schemas, and where the answer calls nothing, the request's own grammar."""
+        held = self.must or own is not None or self.limited or any(tool.strict for tool in self.tools)
+        return AnswerTerms(
+            own=None if self.must else own,
+            plainly=plainly,
+            tools=tuple(tool.text for tool in self.tools) if held else (),
+            must=self.must,
+            parallel=self.parallel,
+            begun=begun,
+        )
 
     def parser(self) -> ToolCallParser | None:
         """Returns one for an answer."""
         if self.format is None:
             return None
-        schemas = {tool.name: tool.parameters for tool in self.tools}
+        schemas: dict[str, Parameters] = {tool.name: cache(tool.parameters) for tool in self.tools}
         return ToolCallParser(self.format, functions=schemas, parallel=self.parallel, must=self.must)
 
 

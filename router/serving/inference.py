@@ -195,7 +195,8 @@ class Inference:
             name = self._named(request, report)
             self._check_terms(request)
             asker.identity.check_solvent()
-            prompt = await read_prompt()
+            async with self._in_time(asker, report):
+                prompt = await read_prompt()
             with asker.identity.spending(len(prompt.ids)) as spending:
                 job = report.job = RequestJob(
                     prompt=prompt.ids, sampling=_UNSAMPLED, pooling=params, **self._terms(request, name, asker, report)
@@ -230,12 +231,13 @@ class Inference:
         except TimeoutError as error:
             raise time_is_up(placed=report.placed) from error
 
-    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:
+    async def tokenize(self, request: inference_pb2.TokenizeRequest, caller: str) -> inference_pb2.TokenizeResponse:
         self.check_model(request.model)
         kind = request.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("the input is missing; set text or chat")
-        ids = await (self.prompts.text_ids(request.text) if kind == "text" else self.prompts.chat_ids(request.chat))
+        prompts = self.prompts
+        ids = await (prompts.text_ids(request.text, caller) if kind == "text" else prompts.chat_ids(request.chat, caller))
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self.max_model_len)
 
     def models(self) -> inference_pb2.ListModelsResponse:
@@ -265,15 +267,15 @@ class Inference:
         try:
             self._check_terms(request)
             caller.identity.check_solvent()
-            prompt = await read_prompt()
-            job = report.job = self._job(request, prompt, name, caller, report)
-            await self.prompts.check_grammar(job.sampling)
+            async with self._in_time(caller, report):
+                prompt = await read_prompt()
+                job = report.job = await self._job(request, prompt, name, caller, report)
             with caller.identity.spending(report.num_prompt_tokens) as spending:
                 report.offered = True
                 self._demand.arrived(job)
                 caller.accepted(prompt.client_ids)
                 answer = report.answer = prompt.answer(job.sampling)
-                text = await self.prompts.resume(answer, job.resumed, job.sampling)
+                text = await self.prompts.resume(answer, job.resumed, job.sampling, caller.identity.share)
                 parser, write = prompt.tools.parser(), caller.write
                 calls = None if parser is None else CallTaker(parser, answer, caller.write)
                 if calls is not None:
@@ -290,7 +292,9 @@ class Inference:
         finally:
             await beginning.over()
 
-    def _job(self, request: inference_pb2.GenerateRequest, prompt: Prompt, name: str, caller: Caller, report: RequestReport) -> RequestJob:
+    async def _job(
+        self, request: inference_pb2.GenerateRequest, prompt: Prompt, name: str, caller: Caller, report: RequestReport
+    ) -> RequestJob:
         terms = self._terms(request, name, caller, report)
         sampling = self.prompts.sampling(
             request.sampling, len(prompt.ids), self.max_model_len, pool_tokens=self._pool_tokens(), unasked=prompt.unasked
@@ -298,11 +302,12 @@ class Inference:
         if request.resume_token_ids:
             # Who has tokens has these.
             sampling = replace(sampling, prompt_logprobs=None)
+        grammar = await self.prompts.grammar(request.sampling, prompt, caller.identity.share)
         most_tokens = max(1, sampling.max_tokens - len(request.resume_token_ids))
         return RequestJob(
             prompt=prompt.ids,
             num_added=prompt.num_added,
-            sampling=prompt.held(sampling),
+            sampling=sampling if grammar is None else replace(sampling, grammar=grammar),
             prompt_only=request.sampling.HasField("max_tokens") and not request.sampling.max_tokens,
             resumed=list(request.resume_token_ids),
             migrate=not request.no_migration,
@@ -311,6 +316,18 @@ class Inference:
         )
 
     # ---- of any request -----------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _in_time(self, asker: Asker, report: RequestReport) -> AsyncIterator[None]:
+        """Ends what goes on within it at the request's deadline. Raises Expired."""
+        try:
+            async with asyncio.timeout(self._deadline(asker, report) - time.monotonic()):
+                yield
+        except TimeoutError as error:
+            raise time_is_up(placed=False) from error
+
+    def _deadline(self, asker: Asker, report: RequestReport) -> float:
+        return min(report.started + self._config.request_timeout, time.monotonic() + asker.remaining_s())
 
     def _named(self, request: inference_pb2.GenerateRequest, report: RequestReport, request_id: str = "") -> str:
         """Returns what the workers call it. Raises InvalidRequest."""
@@ -331,7 +348,7 @@ class Inference:
         asker.identity.check_class(request_class)
         return {
             "request_id": name,
-            "deadline": min(report.started + self._config.request_timeout, time.monotonic() + asker.remaining_s()),
+            "deadline": self._deadline(asker, report),
             "cache_salt": request.cache_salt,
             "metadata": report.metadata,
             "tenant": tenant,

@@ -78,14 +78,14 @@ def many_messages(**fields: object) -> bytes:
 async def test_what_comes_back_is_what_the_loop_would_have_made(parser: BodyParser) -> None:
     read = partial(parse_body, ChatBody)
     raw = many_messages(stop=["a"], temperature=0.5)
-    assert await parser.parse(read, raw) == read(raw)
+    assert await parser.parse(read, raw, "caller") == read(raw)
     with pytest.raises(HttpError) as refused:
-        await parser.parse(read, many_messages(temperature="hot"))
+        await parser.parse(read, many_messages(temperature="hot"), "caller")
     assert (refused.value.status, refused.value.param) == (400, "temperature")
     with pytest.raises(HttpError) as refused:
-        await parser.parse(read, many_messages()[:-1])
+        await parser.parse(read, many_messages()[:-1], "caller")
     assert refused.value.code == "invalid_json"
-    assert await parser.parse(read, raw) == read(raw), "the process goes on"
+    assert await parser.parse(read, raw, "caller") == read(raw), "the process goes on"
 
 
 PART = {"type": "text", "text": "a"}

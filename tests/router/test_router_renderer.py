@@ -52,8 +52,8 @@ async def test_every_evil_template_ends(renderer_of: Callable[..., Renderer]) ->
     renderer = renderer_of(EVIL_TEMPLATE, short_s=0.05, long_s=0.2)
     for name in EVIL:
         with pytest.raises(InvalidRequest):
-            await renderer.render(chat(which=name, n=3000))
-        assert (await renderer.render(chat("others"))).text == "others", name
+            await renderer.render(chat(which=name, n=3000), "caller")
+        assert (await renderer.render(chat("others"), "caller")).text == "others", name
 
 
 async def test_work_that_steps_count_ends_by_steps(renderer_of: Callable[..., Renderer]) -> None:
@@ -61,14 +61,14 @@ async def test_work_that_steps_count_ends_by_steps(renderer_of: Callable[..., Re
     renderer = renderer_of(EVIL_TEMPLATE, short_s=600.0, long_s=600.0)
     for name in STEPS:
         with pytest.raises(InvalidRequest, match=r"too much work|recursion"):
-            await renderer.render(chat(which=name, n=90_000))
+            await renderer.render(chat(which=name, n=90_000), "caller")
 
 
 async def test_others_are_rendered_while_a_template_computes(renderer_of: Callable[..., Renderer]) -> None:
     renderer = renderer_of(EVIL_TEMPLATE, short_s=0.05, long_s=60.0)
-    working = asyncio.create_task(renderer.render(chat(which="a tree compared", n=1)))
+    working = asyncio.create_task(renderer.render(chat(which="a tree compared", n=1), "caller"))
     for i in range(50):
-        assert (await renderer.render(chat(f"{i}"))).text == f"{i}"
+        assert (await renderer.render(chat(f"{i}"), "caller")).text == f"{i}"
     assert not working.done()
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -77,7 +77,7 @@ async def test_others_are_rendered_while_a_template_computes(renderer_of: Callab
 
 async def test_too_many_long_ones_are_told_so(renderer_of: Callable[..., Renderer]) -> None:
     renderer = renderer_of("{{ messages[0].content }}")
-    asking = [asyncio.create_task(renderer.render(chat("long " * 1000))) for _ in range(80)]
+    asking = [asyncio.create_task(renderer.render(chat("long " * 1000), "caller")) for _ in range(80)]
     results = await asyncio.gather(*asking, return_exceptions=True)
     assert {type(result) for result in results if isinstance(result, BaseException)} == {ResourceExhausted}
     assert sum(not isinstance(result, BaseException) for result in results) == 64
@@ -94,4 +94,4 @@ async def test_the_same_as_in_this_process(renderer_of: Callable[..., Renderer])
     sent = pb.Chat(messages=turns * 2048, template_kwargs='{"enable_thinking": false}')
     conversation = conversation_of(sent)
     expected = ChatTemplate(QWEN3).render(**conversation)
-    assert (await renderer_of(QWEN3).render(sent)).text == expected
+    assert (await renderer_of(QWEN3).render(sent, "caller")).text == expected

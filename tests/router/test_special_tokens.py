@@ -74,11 +74,11 @@ async def test_text_beyond_the_context_is_refused_before_all_of_it_is_read(clust
     try:
         for text in ("a" * 4_000_000, "a word " * 500_000):
             with pytest.raises(ContextExceeded, match="shorten"):
-                await prompts.text_ids(text)
+                await prompts.text_ids(text, "caller")
             with pytest.raises(ContextExceeded, match="shorten"):
-                await prompts.chat_ids(pb.Chat(messages=[pb.ChatMessage(role="user", content=text)]))
+                await prompts.chat_ids(pb.Chat(messages=[pb.ChatMessage(role="user", content=text)]), "caller")
         assert encoded == []
-        assert list(await prompts.text_ids("a word " * 1000)) == whole(tokenizer, "a word " * 1000)
+        assert list(await prompts.text_ids("a word " * 1000, "caller")) == whole(tokenizer, "a word " * 1000)
     finally:
         prompts.close()
         await renderer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import llguidance
@@ -16,6 +17,13 @@ from twostep.text.grammar import library
 from twostep.text.strict_schema import closed, strict
 
 STRING = {"type": "string"}
+_KEYS = (*("properties", "patternProperties", "$defs", "required", "allOf", "anyOf", "if"), *("items", "prefixItems", "$ref"))
+
+
+def schemas_of(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.dictionaries(st.sampled_from(_KEYS), inner | st.sampled_from(["#", "#/properties/a", "#/$defs/allOf"]), max_size=4)
+
+
 BYTES = llguidance.LLTokenizer("byte")
 
 
@@ -105,6 +113,83 @@ def test_it_is_read_once(schema: dict[str, Any]) -> None:
     """A schema that is closed already stays as it is, but for what nobody refers to any more."""
     once = closed(schema)
     assert closed(once) == once
+
+
+class Counting(dict[str, Any]):
+    """Counts how often schemas are looked into."""
+
+    looks = 0
+
+    def __getitem__(self, key: str) -> Any:
+        Counting.looks += 1
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        Counting.looks += 1
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        Counting.looks += 1
+        return super().__contains__(key)
+
+
+def looks_into(schema: dict[str, Any]) -> int:
+    counted = json.loads(json.dumps(schema), object_hook=Counting)
+    Counting.looks = 0
+    closed(counted)
+    return Counting.looks
+
+
+def doubled(depth: int) -> dict[str, Any]:
+    """Each definition twice the next one: 2 ** depth paths."""
+    defs = {f"l{i}": {"allOf": [{"$ref": f"#/$defs/l{i + 1}"}] * 2} for i in range(depth)}
+    return {"$defs": {**defs, f"l{depth}": an_object("a")}, "$ref": "#/$defs/l0"}
+
+
+def chained(depth: int) -> dict[str, Any]:
+    """Each definition the next one and more: no path twice."""
+    defs = {f"l{i}": {**an_object("p"), "allOf": [{"$ref": f"#/$defs/l{i + 1}"}]} for i in range(depth)}
+    return {"$defs": {**defs, f"l{depth}": an_object("a")}, "$ref": "#/$defs/l0"}
+
+
+def circular(size: int) -> dict[str, Any]:
+    defs = {f"l{i}": {**an_object("p"), "anyOf": [{"$ref": f"#/$defs/l{each % size}"} for each in (i + 1, i * 7)]} for i in range(size)}
+    return {"$defs": defs, "$ref": "#/$defs/l0"}
+
+
+def fanned(size: int) -> dict[str, Any]:
+    """Many that refer to one of many parts."""
+    big = {"allOf": [{"$ref": f"#/$defs/p{i}"} for i in range(size)]}
+    parts = {f"p{i}": an_object("a") for i in range(size)}
+    return {"$defs": {**parts, "big": big}, "properties": {f"q{i}": {**an_object("b"), "$ref": "#/$defs/big"} for i in range(size)}}
+
+
+@pytest.mark.parametrize("schema_of", [doubled, chained, circular, fanned])
+def test_the_work_grows_with_the_schema_and_no_faster(schema_of: Callable[[int], dict[str, Any]]) -> None:
+    small, large = looks_into(schema_of(16)), looks_into(schema_of(1600))
+    assert large <= 200 * small, (small, large)
+
+
+@pytest.mark.parametrize("schema_of", [doubled, chained, fanned])
+def test_what_refers_to_each_other_is_closed_all_the_same(schema_of: Callable[[int], dict[str, Any]]) -> None:
+    schema = schema_of(3)
+    value: dict[str, Any] = {"q0": {"b": "x", "a": "x"}} if schema_of is fanned else {"a": "x"} if schema_of is doubled else {"p": "x"}
+    assert is_valid(closed(schema), value)
+    assert not is_valid(closed(schema), value | {"other": 1})
+
+
+def test_names_that_are_inherited_over_and_over_are_refused() -> None:
+    """Written out they would be a hundred times as long as the schema."""
+    defs = {f"l{i}": {**an_object(f"p{i}"), "allOf": [{"$ref": f"#/$defs/l{i + 1}"}]} for i in range(2000)}
+    with pytest.raises(InvalidRequest, match="inherit"):
+        closed({"$defs": defs, "$ref": "#/$defs/l0"})
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3) | schemas_of(inner)))
+def test_a_schema_that_is_none_is_left_to_who_reads_it(value: Any) -> None:
+    """Members of a wrong type are no reason to fail."""
+    if isinstance(value, dict):
+        closed(value)
 
 
 def test_what_is_no_schema() -> None:

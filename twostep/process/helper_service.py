@@ -1,7 +1,7 @@
 """The inside of a helper process: it does for strangers what might take all memory or all time, so that whoever asks it survives.
 
     on standard input    | u32 bytes N | f32 seconds | N bytes: what is asked |      ... again and again, until it ends
-    on standard output   | u32 bytes N | N bytes: the answer |                       ... one for each
+    on standard output   | u32 bytes N | f32 seconds | N bytes: the answer |         ... one for each: what it took of the processor
 
 The first question is what the process needs to answer the others; the answer to it is empty, or says what is wrong.
 
@@ -16,13 +16,14 @@ import resource
 import signal
 import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from twostep.errors import SetupError
 
 ASK = struct.Struct("<If")
-ANSWER = struct.Struct("<I")
+ANSWER = struct.Struct("<If")
 _NICENESS = 5
 
 
@@ -42,6 +43,7 @@ def serve(begin: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
         num_bytes, seconds = ASK.unpack(head)
         if len(asked := questions.read(num_bytes)) < num_bytes:
             return
+        begun_s = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, seconds)
         if answer is not None:
             said = answer(asked)
@@ -51,7 +53,7 @@ def serve(begin: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
             except SetupError as error:
                 said = error.message.encode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        answers.write(ANSWER.pack(len(said)))
+        answers.write(ANSWER.pack(len(said), time.process_time() - begun_s))
         answers.write(said)
         answers.flush()
         # Else as much stays here as the largest of them took.

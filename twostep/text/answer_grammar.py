@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from twostep.sampling_params import Grammar, GrammarKind
+from twostep.text.chat_format import ChatFormat
 from twostep.text.grammar import rule_of
 from twostep.text.harmony import CHANNEL, END, MESSAGE, START, HarmonyFormat
 from twostep.text.reasoning import Begun, ReasoningFormat
+from twostep.text.strict_schema import strict
 from twostep.text.tokenizer import Tokenizer
 from twostep.text.tool_formats.format import CallGrammar, Function, Rules, ToolCallFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTerms:
+    """What a client asks of an answer's form, as the client wrote it. `own`: a grammar, which is read strictly unless `plainly`. `tools`:
+    the functions that may be called, each as JSON; `must`: the answer is nothing but calls, of one or with `parallel` of more. `begun`:
+    where the reasoning is; None: the answer has none."""
+
+    own: Grammar | None = None
+    plainly: bool = False
+    tools: Sequence[str] = ()
+    must: bool = False
+    parallel: bool = True
+    begun: Begun | None = None
+
+
+def grammar_of(terms: AnswerTerms, format: ChatFormat, tokenizer: Tokenizer) -> Grammar | None:
+    """Returns the grammar of the whole answer; None: it is free. What a client's grammar holds an answer to holds where the answer calls
+    nothing. Takes what a stranger's schemas take: not for an event loop. Raises InvalidRequest."""
+    grammar = terms.own if terms.own is None or terms.plainly else strict(terms.own)
+    functions = [Function.of(json.loads(tool)["function"]) for tool in terms.tools]
+    if functions:
+        assert format.tool_calls is not None, "calls need a format"
+        if terms.must or grammar is not None:
+            calls = tool_call_grammar(format.tool_calls, functions, tokenizer, parallel=terms.parallel)
+            grammar = calls if terms.must or grammar is None else either(calls, grammar)
+        else:
+            grammar = strict_grammar(format.tool_calls, functions, tokenizer, parallel=terms.parallel)
+    if grammar is None or terms.begun is None or format.reasoning is None:
+        return grammar
+    return after_reasoning(grammar, format.reasoning, tokenizer, terms.begun, is_calls=terms.must)
 
 
 def tool_call_grammar(format: ToolCallFormat, functions: Sequence[Function], tokenizer: Tokenizer, *, parallel: bool) -> Grammar:

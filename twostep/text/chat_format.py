@@ -58,10 +58,19 @@ class ChatFormat:
         tool_calls = tool_call_format(tool_call_parser, for_tools)
         return cls(reasoning_format(reasoning_parser, card.chat_template), tool_calls, shows_tools="tools" in (for_tools or ""))
 
-    def __str__(self) -> str:
+    @classmethod
+    def named(cls, reasoning: str, tool_calls: str) -> ChatFormat:
+        """By `names`."""
+        return cls(reasoning_format(reasoning, None), tool_call_format(tool_calls, None))
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Returns what --reasoning-parser and --tool-call-parser call them."""
         reasoning = next((name for name, each in REASONING_FORMATS.items() if each == self.reasoning), "none")
-        calls = "none" if self.tool_calls is None else self.tool_calls.name
-        return f"--reasoning-parser {reasoning}, --tool-call-parser {calls}"
+        return reasoning, "none" if self.tool_calls is None else self.tool_calls.name
+
+    def __str__(self) -> str:
+        return "--reasoning-parser {}, --tool-call-parser {}".format(*self.names)
 
     @property
     def markers(self) -> list[str]:

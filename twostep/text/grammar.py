@@ -27,6 +27,8 @@ _ROW_ITEMS = 2_000
 # Of 1 to 2 kB each.
 _LEXER_STATES = 50_000
 _GRAMMAR_SIZE = 500_000
+# Of one grammar as it is compiled, at the beginning of an answer.
+MAX_COMPILED_BYTES = 64 << 20
 # Between two tokens of JSON: room for a line and its indentation, but not for a model that writes blanks until its time is up.
 _JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _MAX_DEPTH = 100

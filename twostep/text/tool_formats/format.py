@@ -43,6 +43,12 @@ class Function:
     parameters: Mapping[str, Any] | None = None
     strict: bool | None = None
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Function:
+        """Reads a tool's function."""
+        parameters, strict = given.get("parameters"), given.get("strict")
+        return cls(given["name"], parameters if isinstance(parameters, dict) else None, strict if isinstance(strict, bool) else None)
+
     @property
     def schema(self) -> dict[str, Any]:
         """Its references keep their meaning: it is a document of its own."""

@@ -112,11 +112,13 @@ class ArgumentTypes:
         self._properties = properties if isinstance(properties := top.get("properties"), dict) else {}
         self._others = top.get("additionalProperties")
         self._known: dict[str | None, Types] = {}
+        # Of parts of the schema, by identity: arguments may share definitions.
+        self._seen: dict[int, Types] = {}
 
     def of(self, name: str) -> Types:
         key = name if name in self._properties else None
         if key not in self._known:
-            self._known[key] = types_of(self._others if key is None else self._properties[key], self._root)
+            self._known[key] = types_of(self._others if key is None else self._properties[key], self._root, self._seen)
         return self._known[key]
 
 
