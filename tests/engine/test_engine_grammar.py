@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twostep.engine import constrained as constrained_sequences
+from twostep.engine import grammar as engine_grammar
 from twostep.engine.batch import Batch
 from twostep.engine.engine import Engine
 from twostep.engine.generate import generate
 from twostep.engine.grammar import AllowedTokens, GrammarCompiler, LiveGrammar
 from twostep.engine.types import EngineRequest, FailureKind, FinishReason, StepOutput
-from twostep.errors import InvalidRequest
+from twostep.errors import InvalidRequest, ResourceExhausted
 from twostep.request_class import RequestClass
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.settings.speculative import SpeculativeConfig
@@ -348,6 +349,66 @@ def test_a_shared_automaton_at_its_bounds_is_no_other_s_failure(compiler: Gramma
 
 def _allowed(step: AllowedTokens) -> list[int]:
     return [token for token in range(VOCAB) if step.bits[token // 32] >> (token % 32) & 1]
+
+
+# ---- what they take ------------------------------------------------------------------------------------------------------
+
+
+def letters(i: int) -> Grammar:
+    """Some text that is short itself, and whose automaton is megabytes."""
+    return Grammar(GrammarKind.REGEX, rf"\p{{L}}{{1900}}{i}")
+
+
+def bounded(tokenizer_file: Path, **bounds: int) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer_file.parent, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}), **bounds)
+
+
+def follow(live: LiveGrammar, allowed: AllowedTokens, num_tokens: int) -> AllowedTokens:
+    for i in range(num_tokens):
+        tokens = _allowed(allowed)
+        allowed = live.advance([tokens[i * 2654435761 % len(tokens)]])
+    return allowed
+
+
+def test_compiled_grammars_are_kept_by_what_they_take(tokenizer_file: Path) -> None:
+    compiler = bounded(tokenizer_file, max_cached_bytes=24 << 20)
+    small = Grammar(GrammarKind.REGEX, "[0-9]+")
+    for grammar in (small, *map(letters, range(6))):
+        state = compiler.compile(grammar)
+        follow(LiveGrammar(state), state.allowed, 130 if grammar is not small else 1)
+        assert compiler.cached(grammar) is state
+    kept = [grammar for grammar in map(letters, range(6)) if compiler.cached(grammar) is not None]
+    assert kept == [letters(i) for i in range(6 - len(kept), 6)]
+    assert 1 < len(kept) < 6
+    assert compiler.cached(small) is None
+
+
+def test_grammars_of_answers_under_way_are_bounded_too(tokenizer_file: Path) -> None:
+    compiler = bounded(tokenizer_file, max_cached_bytes=1, max_used_bytes=8 << 20)
+    under_way = [LiveGrammar(compiler.compile(letters(i))) for i in range(4)]
+    with pytest.raises(ResourceExhausted, match="MiB"):
+        under_way += [LiveGrammar(compiler.compile(letters(i))) for i in range(4, 16)]
+    under_way.clear()
+    compiler.compile(letters(20))
+
+
+def test_an_automaton_that_has_grown_is_begun_anew_and_nobody_notices(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_grammar, "_MAX_GROWN_BYTES", 1 << 40)
+    state = bounded(tokenizer_file).compile(letters(0))
+    plain = LiveGrammar(state)
+    expected = [plain.advance([first := _allowed(state.allowed)[0]])] + [plain.advance([first]) for _ in range(700)]
+    monkeypatch.setattr(engine_grammar, "_MAX_GROWN_BYTES", 1 << 20)
+    monkeypatch.setattr(engine_grammar, "_LOOK_EVERY", 8)
+    compiler = bounded(tokenizer_file)
+    state = compiler.compile(letters(0))
+    lives = [LiveGrammar(state), LiveGrammar(state)]
+    sizes = []
+    for allowed in expected:
+        for live in lives:
+            assert _allowed(live.advance([first])) == _allowed(allowed)
+        sizes.append(state.vocabulary.num_bytes)
+    assert plain.vocabulary.num_bytes > 2 * max(sizes)
+    assert compiler.cached(letters(0)) is None, "the one that was kept has grown too"
 
 
 # ---- what may come when --------------------------------------------------------------------------------------------------

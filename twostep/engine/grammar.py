@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +26,24 @@ import numpy as np
 import numpy.typing as npt
 
 from twostep.engine.batch import WORD, num_words
-from twostep.errors import InvalidRequest, SetupError
+from twostep.errors import InvalidRequest, ResourceExhausted, SetupError
 from twostep.sampling_params import Grammar, SamplingParams
-from twostep.text.grammar import grammar_tokenizer, library, limits, refused, source_of
+from twostep.text.grammar import MAX_COMPILED_BYTES, error_of, grammar_tokenizer, library, limits, refused, source_of, work_of
 
-# Compiled grammars kept: some ten kilobytes each, some megabytes with the automaton of one that was much used.
+# Compiled grammars kept: some ten kilobytes each, tens of megabytes of one whose every character may be any letter.
 _MAX_CACHED = 64
+_MAX_CACHED_BYTES = 256 << 20
+# Of those in use, beyond which new ones are refused.
+_MAX_USED_BYTES = 1 << 30
+# Bytes for a character of a grammar, and for a unit of llguidance's work as it is compiled and as its automaton grows: more than any of
+# thirty measured grammars took.
+_BYTES_PER_CHAR = 50
+_BYTES_PER_COMPILED = 20
+_BYTES_PER_GROWN = 150
+# An automaton is begun anew when it has grown by so much, or by as much as it was work to compile.
+_MAX_GROWN_BYTES = 16 << 20
+# Tokens between two looks at how much it has grown.
+_LOOK_EVERY = 64
 # Beside the engine's thread.
 _MAX_THREADS = 8
 _MAX_WHY_CHARS = 300
@@ -59,11 +72,49 @@ class NextTokens:
     drafts: Sequence[int] = ()
 
 
+class Automaton:
+    """What llguidance has made of one grammar, and goes on to make as answers come upon more of it: shared by all of them. From any
+    thread."""
+
+    def __init__(self, grammar: Grammar, matcher: Any) -> None:
+        """`matcher`: at the beginning of an answer."""
+        self.matcher = matcher
+        work = work_of(matcher)
+        self._compiled_work = 0 if work is None else work
+        compiled = _BYTES_PER_COMPILED * self._compiled_work + _BYTES_PER_CHAR * len(grammar.text)
+        self._compiled_bytes = MAX_COMPILED_BYTES if work is None else min(compiled, MAX_COMPILED_BYTES)
+        self._grown_work = 0
+        self._num_tokens = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns at most how much memory it takes, as far as it is known."""
+        return self._compiled_bytes + _BYTES_PER_GROWN * self._grown_work
+
+    @property
+    def overgrown(self) -> bool:
+        """Returns whether a new one would take so much less that it is worth the time."""
+        return self._grown_work > max(self._compiled_work, _MAX_GROWN_BYTES // _BYTES_PER_GROWN)
+
+    def followed(self, num_tokens: int) -> None:
+        """Notes that an answer has gone on in it."""
+        with self._lock:
+            self._num_tokens += num_tokens
+            if self._num_tokens < _LOOK_EVERY:
+                return
+            self._num_tokens = 0
+        work = work_of(self.matcher)
+        # Some 200 nodes for a token, where it is not told.
+        self._grown_work = self._grown_work + 200 * _LOOK_EVERY if work is None else work - self._compiled_work
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GrammarState:
     """A grammar after some tokens. Immutable: from any thread."""
 
     vocabulary: Vocabulary = field(repr=False)
+    automaton: Automaton = field(repr=False)
     grammar: Grammar
     tokens: Sequence[int]
     matcher: Any = field(repr=False)
@@ -78,7 +129,7 @@ class GrammarState:
         allowed = live.advance(tokens)
         if allowed.failure:
             raise InvalidRequest(f"the tokens generated so far are no beginning of an answer in the request's grammar: {allowed.failure}")
-        return GrammarState(self.vocabulary, self.grammar, (*self.tokens, *tokens), live.matcher, allowed)
+        return GrammarState(self.vocabulary, live.automaton, self.grammar, (*self.tokens, *tokens), live.matcher, allowed)
 
 
 class LiveGrammar:
@@ -88,6 +139,7 @@ class LiveGrammar:
         self.vocabulary = state.vocabulary
         self.tokens = list(state.tokens)
         self.grammar = state.grammar
+        self.automaton = state.automaton
         self.matcher = state.matcher.deep_copy()
 
     def advance(self, tokens: Sequence[int]) -> AllowedTokens:
@@ -119,9 +171,19 @@ class LiveGrammar:
 
     def again(self) -> AllowedTokens:
         """Returns the same by an automaton of its own: the shared one may be at its bounds because of others."""
-        self.matcher = self.vocabulary.matcher(self.grammar)
-        self.matcher.consume_tokens(self.tokens)
+        self._follow(self.vocabulary.automaton(self.grammar))
         return self.vocabulary.allowed([self.matcher])[0]
+
+    def followed(self, num_tokens: int) -> None:
+        """Notes that it has gone on. Goes over to a smaller automaton, shared with others that do so, if its own has grown too large."""
+        self.automaton.followed(num_tokens)
+        if self.automaton.overgrown:
+            self._follow(self.vocabulary.renewed(self.grammar, self.automaton))
+
+    def _follow(self, automaton: Automaton) -> None:
+        self.automaton = automaton
+        self.matcher = automaton.matcher.deep_copy()
+        self.matcher.consume_tokens(self.tokens)
 
 
 def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequence[AllowedTokens]:
@@ -130,6 +192,8 @@ def advance_all(grammars: Sequence[tuple[LiveGrammar, Sequence[int]]]) -> Sequen
     vocabulary = grammars[0][0].vocabulary
     vocabulary.consume([(live.matcher, tokens) for live, tokens in grammars])
     found = vocabulary.allowed([live.matcher for live, _ in grammars])
+    for live, tokens in grammars:
+        live.followed(len(tokens))
     return [live.again() if allowed.failure else allowed for (live, _), allowed in zip(grammars, found, strict=True)]
 
 
@@ -198,29 +262,53 @@ class Vocabulary:
         Raises SetupError."""
         self._words = num_words(vocab_size)
         self._tokenizer = grammar_tokenizer(model_dir, eos_token_ids)
-        self._limits = limits()
+        self._limits = limits(details=True)
+        # Those that anything uses; and the newest of each grammar whose older one had grown too large.
+        self._automata: weakref.WeakSet[Automaton] = weakref.WeakSet()
+        self._newest: weakref.WeakValueDictionary[Grammar, Automaton] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
         self._executor: Any = None
         size = min(vocab_size, int(self._tokenizer.vocab_size))
         # Of one mask of llguidance's.
         self._mask_words = num_words(int(self._tokenizer.vocab_size))
         self._others = make_bits(self._words, range(size)) & ~make_bits(self._words, self._tokenizer.eos_tokens)
 
-    def matcher(self, grammar: Grammar) -> Any:
-        """Raises InvalidRequest if the grammar is none."""
+    def automaton(self, grammar: Grammar) -> Automaton:
+        """Compiles a grammar. Raises InvalidRequest if it is none."""
         matcher = library().LLMatcher(self._tokenizer, source_of(grammar), log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise refused(grammar, matcher.get_error())
-        return matcher
+            raise refused(grammar, error_of(matcher))
+        made = Automaton(grammar, matcher)
+        with self._lock:
+            self._automata.add(made)
+        return made
+
+    def renewed(self, grammar: Grammar, grown: Automaton) -> Automaton:
+        """Returns another one that is not overgrown."""
+        with self._lock:
+            newest = self._newest.get(grammar)
+        if newest is None or newest is grown or newest.overgrown:
+            newest = self.automaton(grammar)
+            with self._lock:
+                self._newest[grammar] = newest
+        return newest
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns at most what all automata in use take."""
+        with self._lock:
+            return sum(each.num_bytes for each in self._automata)
 
     def state(self, grammar: Grammar) -> GrammarState:
         """Returns the state before any token. Raises InvalidRequest."""
-        matcher = self.matcher(grammar)
+        automaton = self.automaton(grammar)
+        matcher = automaton.matcher.deep_copy()
         allowed = self.allowed([matcher])[0]
         if allowed.failure:
             raise refused(grammar, allowed.failure)
         if not allowed.complete and not allowed.bits.any():
             raise refused(grammar, "no answer is a sentence of it, in the tokens of this model")
-        return GrammarState(self, grammar, (), matcher, allowed)
+        return GrammarState(self, automaton, grammar, (), matcher, allowed)
 
     def consume(self, matchers: Sequence[tuple[Any, Sequence[int]]]) -> None:
         """Feeds each matcher. One that does not take its tokens is in error from then on."""
@@ -248,7 +336,7 @@ class Vocabulary:
     def _allowed(self, matcher: Any, bits: npt.NDArray[np.int32]) -> AllowedTokens:
         if not matcher.is_error():
             return AllowedTokens(bits=bits, complete=matcher.is_accepting())
-        why = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+        why = " ".join(error_of(matcher).split())
         return AllowedTokens(bits=bits, complete=False, failure=why[:_MAX_WHY_CHARS] or "the grammar does not take this token")
 
     def _side_by_side(self) -> Any:
@@ -258,10 +346,22 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model, and keeps the latest. From any thread; nothing is loaded before the first one."""
+    """Compiles grammars for one model, and keeps the latest, within a bound of bytes. From any thread; nothing is loaded before the first
+    one."""
 
-    def __init__(self, model_dir: Path | None, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """`model_dir` None: the model has no tokens that have a text."""
+    def __init__(
+        self,
+        model_dir: Path | None,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        max_cached_bytes: int = _MAX_CACHED_BYTES,
+        max_used_bytes: int = _MAX_USED_BYTES,
+    ) -> None:
+        """`model_dir` None: the model has no tokens that have a text. `max_cached_bytes`: beyond it those that were compiled earlier are
+        dropped; `max_used_bytes`: of those that answers still use, beyond which no other is compiled."""
+        self._max_cached_bytes = max_cached_bytes
+        self._max_used_bytes = max_used_bytes
         self._model_dir = model_dir
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -274,21 +374,33 @@ class GrammarCompiler:
         """Returns the state of a grammar compiled lately, at once."""
         with self._lock:
             state = self._states.get(grammar)
+            if state is not None and state.automaton.overgrown:
+                del self._states[grammar]
+                return None
             if state is not None:
                 self._states.move_to_end(grammar)
             return state
 
     def compile(self, grammar: Grammar) -> GrammarState:
         """Takes a millisecond as a rule, tenths of a second at most; a second more for the first one. Raises InvalidRequest (with what is
-        wrong with the grammar), SetupError."""
+        wrong with the grammar), SetupError, ResourceExhausted (answers under way use as much memory as they may)."""
         if (state := self.cached(grammar)) is not None:
             return state
-        state = self._loaded().state(grammar)
+        vocabulary = self._loaded()
+        if (used := self._make_room(vocabulary)) > self._max_used_bytes:
+            raise ResourceExhausted(f"grammars of answers under way here take {used >> 20} MiB; try another worker, or later")
+        state = vocabulary.state(grammar)
         with self._lock:
             self._states[grammar] = state
-            while len(self._states) > _MAX_CACHED:
-                self._states.popitem(last=False)
+        self._make_room(vocabulary)
         return state
+
+    def _make_room(self, vocabulary: Vocabulary) -> int:
+        """Drops the oldest beyond the bounds, but for the newest. Returns the bytes in use."""
+        with self._lock:
+            while len(self._states) > 1 and (len(self._states) > _MAX_CACHED or vocabulary.num_bytes > self._max_cached_bytes):
+                self._states.popitem(last=False)
+            return vocabulary.num_bytes
 
     def _loaded(self) -> Vocabulary:
         with self._loading:

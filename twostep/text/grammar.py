@@ -33,6 +33,10 @@ MAX_COMPILED_BYTES = 64 << 20
 _JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _MAX_DEPTH = 100
 _MAX_MESSAGE_CHARS = 500
+# What llguidance adds to an error where it is asked to tell all.
+_DETAILS = "\n<state>"
+_WORK = re.compile(r'"lexer_cost": (\d+)')
+_NO_TOKEN = (1 << 32) - 1
 # What llguidance says where the vocabulary has no token that goes on.
 _UNWRITABLE = ("NoExtensionBias", "satisfy the grammar; forced bytes")
 
@@ -70,8 +74,8 @@ def library() -> ModuleType:
     return llguidance
 
 
-def limits() -> Any:
-    """An LLParserLimits. Messages say nothing of the grammar: they go into logs."""
+def limits(*, details: bool = False) -> Any:
+    """An LLParserLimits. Messages say nothing of the grammar, since they go into logs, but with `details`: see error_of(), work_of()."""
     return library().LLParserLimits(
         max_items_in_row=_ROW_ITEMS,
         initial_lexer_fuel=_INITIAL_FUEL,
@@ -79,8 +83,24 @@ def limits() -> Any:
         step_max_items=_STEP_ITEMS,
         max_lexer_states=_LEXER_STATES,
         max_grammar_size=_GRAMMAR_SIZE,
-        verbose_errors=False,
+        verbose_errors=details,
     )
+
+
+def error_of(matcher: Any) -> str:
+    """Returns what is wrong, without details; empty: nothing is."""
+    return str(matcher.get_error()).partition(_DETAILS)[0].replace("<non-verbose/>", "").strip()
+
+
+def work_of(matcher: Any) -> int | None:
+    """Returns how much work the automaton of a matcher, made with `details`, has been so far, those of its copies included, in units of
+    llguidance's fuel: the nodes of its expressions. None: this release does not tell it. Takes some 0.2 ms."""
+    asked = matcher.deep_copy()
+    asked.compute_bitmask()
+    # There is no way to ask but by an error.
+    asked.consume_token(_NO_TOKEN)
+    found = _WORK.search(asked.get_error())
+    return None if found is None else int(found.group(1))
 
 
 def source_of(grammar: Grammar) -> str:
@@ -150,7 +170,7 @@ def refused(grammar: Grammar, why: str) -> InvalidRequest:
 
 
 def _short(why: str) -> str:
-    text = " ".join(why.replace("<non-verbose/>", "").split())
+    text = " ".join(why.split())
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]} ..."
 
 

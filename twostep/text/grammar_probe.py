@@ -22,7 +22,7 @@ from twostep.process.helper_service import limit_memory, serve
 from twostep.sampling_params import Grammar, GrammarKind
 from twostep.text.answer_grammar import AnswerTerms, grammar_of
 from twostep.text.chat_format import ChatFormat
-from twostep.text.grammar import MAX_COMPILED_BYTES, grammar_tokenizer, library, limits, refused, source_of
+from twostep.text.grammar import MAX_COMPILED_BYTES, error_of, grammar_tokenizer, library, limits, refused, source_of
 from twostep.text.reasoning import Begun
 from twostep.text.tokenizer import Tokenizer
 
@@ -101,10 +101,10 @@ class Probe:
         matcher = library().LLMatcher(self.vocabulary, source, log_level=0, limits=limits())
         for i in range(_NUM_TOKENS):
             if matcher.is_error():
-                raise refused(grammar, matcher.get_error())
+                raise refused(grammar, error_of(matcher))
             token = _some_token(matcher.compute_bitmask(), i)
             if matcher.is_error():
-                raise refused(grammar, matcher.get_error())
+                raise refused(grammar, error_of(matcher))
             if (held := _allocated_bytes() - before) > MAX_COMPILED_BYTES:
                 most = MAX_COMPILED_BYTES >> 20
                 raise InvalidRequest(f"grammar: the {grammar.kind.value} takes {held >> 20} MiB, and may take {most}; make it simpler")
