@@ -77,7 +77,9 @@ topologySpreadConstraints: [topologyKey, whenUnsatisfiable]
 {{- $lists := list
   (dict "values" (printf "%s.extraContainers and extraInitContainers" $place) "key" "name" "elements" $containers)
   (dict "values" (printf "%s.extraVolumes" $place) "key" "name" "elements" $volumes) -}}
+{{- $ports := list -}}
 {{- range $container := $containers -}}
+{{- range $container.ports }}{{ $ports = append $ports (dict "port" (printf "%v/%s" .containerPort (default "TCP" .protocol)) "container" $container.name) }}{{ end -}}
 {{- $env := ternary "model.loader.env" (printf "%s.env" $place) (eq $container.name "load-model") -}}
 {{- $mounts := printf "%s.extraVolumeMounts" $place -}}
 {{- if has $container.name $given }}{{ $env = printf "%s's env" $container.name }}{{ $mounts = printf "%s's volumeMounts" $container.name }}{{ end -}}
@@ -85,6 +87,7 @@ topologySpreadConstraints: [topologyKey, whenUnsatisfiable]
   (dict "values" $env "key" "name" "elements" $container.env)
   (dict "values" $mounts "key" "mountPath" "elements" $container.volumeMounts)) -}}
 {{- end -}}
+{{- $lists = append $lists (dict "values" (printf "%s.extraContainers' ports" $place) "key" "port" "elements" $ports) -}}
 {{- range $list := $lists -}}
 {{- $seen := dict -}}
 {{- range $element := $list.elements -}}

@@ -6,11 +6,23 @@
 
 {{- define "twostep.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- include "twostep.dnsLabel" .Values.fullnameOverride -}}
 {{- else if contains (include "twostep.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- include "twostep.dnsLabel" .Release.Name -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name (include "twostep.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- include "twostep.dnsLabel" (printf "%s-%s" .Release.Name (include "twostep.name" .)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A text as a name that Services may begin with: a letter first, no dots, 40 characters at most, since components are named behind it.
+     Whatever is not so already ends in a hash, so that two texts never become one name. */}}
+{{- define "twostep.dnsLabel" -}}
+{{- if and (le (len .) 40) (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .) -}}
+{{- . -}}
+{{- else -}}
+{{- $start := regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-" -}}
+{{- if not (regexMatch "^[a-z]" $start) }}{{ $start = printf "r%s" $start }}{{ end -}}
+{{- printf "%s-%s" ($start | trunc 31 | trimSuffix "-") (sha256sum . | trunc 8) -}}
 {{- end -}}
 {{- end -}}
 
@@ -62,8 +74,9 @@ labels:
 {{- if regexMatch "(:[^/]*|@.*)$" $repository -}}
 {{- fail (printf "image.%s.repository is %s, with a tag or digest in it: give that as image.%s.tag or image.%s.digest" .image $repository .image .image) -}}
 {{- end -}}
-{{- if and .root.Values.image.registry (not (regexMatch "^(localhost|[^/]*[.:][^/]*)/" $repository)) -}}
-{{- $repository = printf "%s/%s" (trimSuffix "/" .root.Values.image.registry) $repository -}}
+{{- $registry := default (get $image "registry") .root.Values.image.registry -}}
+{{- if and $registry (not (regexMatch "^(localhost|[^/]*[.:][^/]*)/" $repository)) -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" $registry) $repository -}}
 {{- end -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $repository $image.digest -}}
@@ -277,6 +290,23 @@ log-json: {{ ternary "1" "0" .Values.logJson | quote }}
 {{- fail (printf "%q is no quantity of memory that this chart can add up; give a number with Ki, Mi, Gi or Ti, such as 8Gi" $text) -}}
 {{- end -}}
 {{- ceil (mulf (float64 $number) (float64 (index $units $unit))) | int64 -}}
+{{- end -}}
+
+{{/* dict root, resources, disk: sizes of the pod's emptyDirs on disk. The requests and limits, with room for these on the node, unless they
+     say how much ephemeral-storage it is to be. */}}
+{{- define "twostep.withDisk" -}}
+{{- $resources := deepCopy (.resources | default dict) -}}
+{{- $requests := get $resources "requests" | default dict -}}
+{{- $sum := 0 -}}
+{{- range .disk }}{{ $sum = add $sum (include "twostep.bytes" . | int64) }}{{ end -}}
+{{- if not (hasKey $requests "ephemeral-storage") }}{{ $_ := set $requests "ephemeral-storage" (printf "%dMi" (div (add $sum 1048575) 1048576)) }}{{ end -}}
+{{- toYaml (set $resources "requests" $requests) -}}
+{{- end -}}
+
+{{/* What the model takes of a pod's disk: as list, JSON. */}}
+{{- define "twostep.modelDisk" -}}
+{{- $volume := .Values.model.volume -}}
+{{- ternary (list $volume.sizeLimit) list (eq $volume.type "emptyDir") | toJson -}}
 {{- end -}}
 
 {{/* An amount of memory as Redis reads it, in bytes: k, m and g are thousands, kb, mb and gb are 1024s, in either case. */}}

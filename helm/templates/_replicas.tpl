@@ -1,11 +1,16 @@
 {{/* Replicas of Deployments that are scaled from elsewhere. In general the chart says no number there, so that neither an upgrade nor a rollback
      undoes what was decided. But one that it has said before cannot just be left out: Helm would take it away, Kubernetes would put 1 in its
      place, and all other pods would end. So where one was said, the present number is said instead, and an annotation remembers that; until an
-     upgrade meets one pod, when leaving it out changes nothing. Looked up in the cluster: `helm template` finds nothing, and leaves it out.
+     upgrade meets one pod, when leaving it out changes nothing. It is looked up in the cluster. Where nothing can be (`helm template`, Argo
+     CD), autoscaling.holdReplicas says the given number until its owner is another one (docs/kubernetes.md).
 
-     dict root, component, scaler: apiVersion and kind of what scales it (of the Deployment's name), least: pods that it will have at least.
-     The number, or nothing. */}}
+     dict root, component, scaler: apiVersion and kind of what scales it (of the Deployment's name), least: pods that it will have at least,
+     given: the values' number. The number, or nothing. */}}
 {{- define "twostep.presentReplicas" -}}
+{{- if .root.Values.autoscaling.holdReplicas }}{{ .given }}{{ else }}{{ include "twostep.lookedUpReplicas" . }}{{ end -}}
+{{- end -}}
+
+{{- define "twostep.lookedUpReplicas" -}}
 {{- $namespace := .root.Release.Namespace -}}
 {{- $name := include "twostep.component" . -}}
 {{- $deployment := lookup "apps/v1" "Deployment" $namespace $name -}}

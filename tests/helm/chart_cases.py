@@ -132,7 +132,7 @@ SWITCHES: dict[str, Values] = {
     "ray-sizes": _values(
         ray={"objectStore": "20Gi", "ports": {"first": 12000, "workers": 100}},
         workers__sharedMemory="512Mi",
-        redis={"embedded": False, "external": {"existingSecret": "redis", "address": "r:6379", "passwordKey": "pw"}},
+        redis={"embedded": False, "external": {"existingSecret": "redis", "address": "rediss://r:6379", "passwordKey": "pw"}},
     ),
     "colocated": _values(
         colocated={"enabled": True, "prefill": 2, "decode": 2}, ray__enabled=False, monitoring__serviceMonitor__enabled=True
@@ -144,7 +144,11 @@ SWITCHES: dict[str, Values] = {
         autoscaling={"enabled": True, "scaleToZeroAfterSeconds": 600, "prefill": {"minReplicas": 0}, "decode": {"minReplicas": 0}}
     ),
     "autoscaling-without-rights": _values(
-        autoscaling={"enabled": True, "podDeletionCost": False, "switchRoles": False, "replicas": 1}, tls={"enabled": True, "source": "job"}
+        autoscaling={"enabled": True, "podDeletionCost": False, "switchRoles": False, "replicas": 1, "podPolicy": False},
+        tls={"enabled": True, "source": "job"},
+    ),
+    "autoscaling-with-numbers-held": _values(
+        autoscaling={"enabled": True, "holdReplicas": True, "podPolicy": False, "router": {"enabled": True}}, prefill__replicas=3
     ),
     "network-policies": _values(
         networkPolicy={

@@ -11,6 +11,8 @@ from chart_security import hardened
 
 from twostep.rpc.health import LIVENESS, READINESS
 
+# Kinds without a namespace.
+CLUSTER_WIDE = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
@@ -46,9 +48,14 @@ def named(chart: Chart) -> Iterator[str]:
         if key in seen:
             yield f"{key} twice"
         seen.add(key)
+        if object["kind"] in CLUSTER_WIDE:
+            if not key[1].startswith(f"{NAMESPACE}."):
+                yield f"{key}: a release of the same name in another namespace has it, too"
+            continue
         if object["metadata"].get("namespace") != NAMESPACE:
             yield f"{key} says no namespace"
-        if len(key[1]) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", key[1]):
+        # Names of Services begin with a letter.
+        if len(key[1]) > 63 or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", key[1]):
             yield f"{key}: no DNS label"
         labels = object["metadata"].get("labels", {})
         for label in ("app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "helm.sh/chart"):
@@ -210,8 +217,14 @@ def shared_names(chart: Chart) -> Iterator[str]:
 
 
 def resources(chart: Chart) -> Iterator[str]:
-    """Memory-backed volumes fit into the limits of those who mount them; requests stay within limits; GPUs are asked for once."""
+    """Memory-backed volumes fit into the limits of those who mount them, and disk that a pod may fill is asked for; requests stay within
+    limits; GPUs are asked for once."""
     for pod in chart.pods():
+        own = [each.get("emptyDir") or {} for each in pod.spec.get("volumes", []) if not each["name"].endswith("-files")]
+        disk = sum(quantity(each["sizeLimit"]) for each in own if "sizeLimit" in each and each.get("medium") != "Memory")
+        asked_for = sum(quantity(each["resources"]["requests"].get("ephemeral-storage", 0)) for each in pod.spec["containers"])
+        if asked_for < disk:
+            yield f"{pod.name} may fill {disk} bytes of a node's disk, and asks for {asked_for}"
         for volume in pod.spec.get("volumes", []):
             empty = volume.get("emptyDir")
             if empty is not None and "sizeLimit" not in empty:
@@ -262,6 +275,10 @@ def scaling(chart: Chart) -> Iterator[str]:
             yield f"{kinds} scale {name}, of which there are {len(targets)}"
     for object in chart.of("Deployment", "StatefulSet"):
         by = owners.get(object["metadata"]["name"], [])
+        said = {"replicas" in object["spec"], "twostep/replicas" in object["metadata"].get("annotations", {})}
+        if by and said == {True}:
+            # A number that is held for a hand-over.
+            continue
         if ("replicas" in object["spec"]) is bool(by):
             yield f"{object['metadata']['name']} says {object['spec'].get('replicas')} replicas, and is scaled by {by}"
     for object in chart.of("ScaledObject"):

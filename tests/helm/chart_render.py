@@ -132,17 +132,23 @@ def refusal(values: Mapping[str, Any], profile: str = "", *, model: bool = True)
 
 
 def run(
-    values: Mapping[str, Any], profile: str = "", chart: Path = CHART, *, model: bool = True, flags: tuple[str, ...] = ()
+    values: Mapping[str, Any],
+    profile: str = "",
+    chart: Path = CHART,
+    *,
+    model: bool = True,
+    flags: tuple[str, ...] = (),
+    release: str = RELEASE,
 ) -> subprocess.CompletedProcess[str]:
     """`helm template`, with `flags`. Values go over those of the profile. `model`: over MODEL, too, where the profile has none."""
     given = merged(MODEL, values) if model and profile != "demo" else values
-    return _run(json.dumps(given, sort_keys=True), profile, chart, flags)
+    return _run(json.dumps(given, sort_keys=True), profile, chart, flags, release)
 
 
 @functools.cache
-def _run(values: str, profile: str, chart: Path, flags: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def _run(values: str, profile: str, chart: Path, flags: tuple[str, ...], release: str) -> subprocess.CompletedProcess[str]:
     files = ["--values", str(CHART / f"values-{profile}.yaml")] if profile else []
-    command = [helm(), "template", RELEASE, str(chart), "--namespace", NAMESPACE, *files, "--values", "-", *flags]
+    command = [helm(), "template", release, str(chart), "--namespace", NAMESPACE, *files, "--values", "-", *flags]
     return subprocess.run(command, input=values, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 

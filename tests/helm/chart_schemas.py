@@ -22,17 +22,19 @@ VERSIONS = tuple(
     sorted((folder.name[1:-13] for folder in _SCHEMAS.glob("v*-local-strict")), key=lambda name: [int(part) for part in name.split(".")])
 )
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
-# The oldest that the chart renders claims of devices for.
-OLDEST_WITH_CLAIMS = next(version for version in VERSIONS if version.startswith("1.32."))
+# What the chart renders for newer ones only: by kind, or by a field.
+_SINCE = {"'resourceClaims'": "1.32.", "'ValidatingAdmissionPolicy": "1.30."}
 
 # The schemas' name for the file beside them, as a URI without a host of its own.
 _DEFINITIONS = "json-schema:///api/_definitions.json"
 
 
 def faults(object: Object, version: str) -> Iterator[str]:
-    """Yields what one version of Kubernetes would not take, unknown fields included. The oldest is that for the object."""
-    if version == OLDEST and "'resourceClaims'" in str(object):
-        version = OLDEST_WITH_CLAIMS
+    """Yields what one version of Kubernetes would not take, unknown fields included; the first one for what is newer."""
+    for mark, since in _SINCE.items():
+        first = next(number for number, each in enumerate(VERSIONS) if each.startswith(since))
+        if mark in str(object):
+            version = VERSIONS[max(first, VERSIONS.index(version))]
     name = f"{object['kind']}/{object['metadata']['name']}"
     for error in _validator(version, object["apiVersion"], object["kind"]).iter_errors(object):
         yield f"{version}: {name}: {'.'.join(map(str, error.instance_path))}: {error.message[:300]}"
@@ -41,10 +43,41 @@ def faults(object: Object, version: str) -> Iterator[str]:
         yield f"{version}: {name}: {fault}"
 
 
-def _twice(value: Any, schema: Object, definitions: Object, path: str) -> Iterator[str]:
-    """Elements of lists that are there twice. `definitions`: what references in the schema are to."""
+# Steps to a field: names, and for the element of a list what its keys are.
+FieldPath = tuple[Any, ...]
+
+
+def leaves(object: Object, version: str = NEWEST) -> dict[FieldPath, Any]:
+    """Returns the values that managers of a server-side apply own one by one. A list without keys is one of them."""
+    schema = _schema(version, object["apiVersion"], object["kind"])
+    found: dict[FieldPath, Any] = {}
+    _leaves(object, schema, {**_definitions(version)["$defs"], **schema.get("$defs", {})}, (), found)
+    return found
+
+
+def _leaves(value: Any, schema: Object, definitions: Object, path: FieldPath, found: dict[FieldPath, Any]) -> None:
+    schema = _resolved(schema, definitions)
+    keys = next(_keys(schema), ())
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            below = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
+            _leaves(child, below if isinstance(below, dict) else {}, definitions, (*path, name), found)
+    elif isinstance(value, list) and keys:
+        for each in value:
+            _leaves(each, schema.get("items", {}), definitions, (*path, tuple(each.get(key) for key in keys)), found)
+    else:
+        found[path] = value
+
+
+def _resolved(schema: Object, definitions: Object) -> Object:
     while "$ref" in schema:
         schema = definitions[schema["$ref"].partition("#/$defs/")[2]]
+    return schema
+
+
+def _twice(value: Any, schema: Object, definitions: Object, path: str) -> Iterator[str]:
+    """Elements of lists that are there twice. `definitions`: what references in the schema are to."""
+    schema = _resolved(schema, definitions)
     if isinstance(value, dict):
         others = schema.get("additionalProperties")
         for key, child in value.items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from chart_cases import CASES, EVERYTHING, SWITCHES
 from chart_checks import CHECKS, endings, hardened, matches, named, probes, quantity, references, scaling, selectors, services
-from chart_render import Chart, merged, render
+from chart_render import Chart, merged, parsed, render, run
 from chart_schemas import NEWEST, OLDEST, VERSIONS, faults
 from chart_security import restricted
 
@@ -102,11 +103,17 @@ def test_the_checks_find_damage(damage: str) -> None:
     assert list(check(chart)) != []
 
 
-def test_long_names_stay_names() -> None:
-    name = "a-name-that-somebody-found-good-and-is-far-too-long-for-a-service"
-    for mode in ("chart", "kuberay"):
-        chart = render(merged(EVERYTHING, {"fullnameOverride": name, "ray": {"mode": mode}}))
+# Names that Helm takes for a release.
+RELEASES = ("llm.prod", "llm-prod", "1st", "a" * 33, "a" * 52 + "b", "a" * 52 + "c")
+
+
+def test_whatever_a_release_is_called_its_objects_have_names() -> None:
+    found: dict[str, str] = {}
+    for release, mode in zip(RELEASES, itertools.cycle(("chart", "kuberay"))):
+        chart = parsed(run(merged(EVERYTHING, {"fullnameOverride": "", "ray": {"mode": mode}}), release=release).stdout)
         assert [fault for check in (named, selectors, services) for fault in check(chart)] == []
+        name = chart.one("HorizontalPodAutoscaler", "-router")["metadata"]["name"]
+        assert found.setdefault(name, release) == release, "two releases of one namespace with the same objects"
 
 
 @pytest.mark.parametrize("case", ["defaults", "kuberay"])

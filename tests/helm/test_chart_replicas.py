@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chart_apply import REPLICAS, Applied, Conflict
 from chart_cases import SWITCHES
 from chart_checks import scaling
 from chart_cluster import looked_up, upgraded
@@ -82,6 +83,84 @@ def test_no_fewer_than_the_least(case: str, least: int, tmp_path: Path) -> None:
     assert said(chart) == {"prefill": least, "decode": 3, "router": 2}
     more = merged(SWITCHES[case], {"autoscaling": {"router": {"enabled": True, "minReplicas": 4}}})
     assert said(upgraded(more, live(render({}), router=2), tmp_path))["router"] == 4
+
+
+# ---- without a cluster to look into: `helm template` and server-side apply --------------------------------------------------------
+
+
+HELD = merged(AUTOSCALED, {"autoscaling": {"holdReplicas": True}})
+
+
+def owned_number(deployment: Object) -> Object:
+    """What docs/kubernetes.md has the operator apply by another manager."""
+    return {**{name: deployment[name] for name in ("apiVersion", "kind")}, "spec": {"replicas": deployment["spec"]["replicas"]}}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_hand_over_keeps_every_pod_under_server_side_apply(pool: str) -> None:
+    before, held, scaled = (render(values).one("Deployment", f"-{pool}") for values in (BEFORE, HELD, AUTOSCALED))
+    number = BEFORE[pool]["replicas"]
+    cluster = Applied()
+    cluster.apply("gitops", before)
+    cluster.apply("gitops", held)
+    assert cluster.pods == number
+    cluster.apply("replicas", owned_number(held))
+    cluster.apply("gitops", scaled)
+    assert cluster.pods == number, "nobody says the number any more but the manager of the hand-over"
+    cluster.update("hpa", REPLICAS, number + 4)
+    cluster.apply("gitops", scaled)
+    assert cluster.pods == number + 4
+    # Off again, with the number that runs.
+    cluster.apply("gitops", render({pool: {"replicas": number + 4}}).one("Deployment", f"-{pool}"))
+    assert cluster.pods == number + 4
+
+
+def test_a_scaler_that_moved_meanwhile_owns_the_number() -> None:
+    """Then the hand-over is done already. What is held meets a conflict, or, forced as GitOps tools do, puts the number back."""
+    held, scaled = (render(values).one("Deployment", "-prefill") for values in (HELD, AUTOSCALED))
+    cluster = Applied()
+    cluster.apply("gitops", held)
+    cluster.update("hpa", REPLICAS, 8)
+    with pytest.raises(Conflict):
+        cluster.apply("gitops", held)
+    cluster.apply("gitops", scaled)
+    assert cluster.pods == 8
+
+
+def test_without_the_hand_over_the_number_would_become_1() -> None:
+    """What this is all for; and that the stand-in of the API server would show it."""
+    cluster = Applied()
+    for values in (HELD, AUTOSCALED):
+        cluster.apply("gitops", render(values).one("Deployment", "-prefill"))
+    assert cluster.pods == 1
+
+
+def test_a_number_that_was_scaled_by_hand_conflicts_unless_it_is_given_or_left_out() -> None:
+    def prefill(replicas: int | None) -> Object:
+        return render({"prefill": {"replicas": replicas}}).one("Deployment", "-prefill")
+
+    cluster = Applied()
+    cluster.apply("gitops", prefill(3))
+    cluster.update("kubectl", REPLICAS, 5)
+    with pytest.raises(Conflict):
+        cluster.apply("gitops", prefill(3))
+    cluster.apply("gitops", prefill(5))
+    cluster.apply("gitops", prefill(None))
+    assert cluster.pods == 5
+
+
+def test_a_variable_that_is_given_and_taken_away_leaves_the_charts_own() -> None:
+    """Under server-side apply a variable twice would be refused, and under a patch by the list's key it would go for both."""
+    cluster = Applied()
+    plain = render({}).one("Deployment", "-router")
+    given = {"components": {"env": [{"name": "A", "value": "1"}]}, "router": {"env": [{"name": "A", "value": "2"}]}}
+    cluster.apply("gitops", plain)
+    first = dict(cluster.fields)
+    cluster.apply("gitops", render(given).one("Deployment", "-router"))
+    variable = ("spec", "template", "spec", "containers", ("router",), "env", ("A",), "value")
+    assert cluster.fields[variable] == "2"
+    cluster.apply("gitops", plain)
+    assert cluster.fields == first
 
 
 def test_nothing_but_deployments_and_their_scalers_is_looked_up(tmp_path: Path) -> None:

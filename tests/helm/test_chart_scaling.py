@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 from chart_cases import SWITCHES
 from chart_hooks import FakeApi, rights
 from chart_processes import processes
-from chart_render import NAMESPACE, Chart, Object, merged, refusal, render
+from chart_render import NAMESPACE, Chart, Object, merged, parsed, refusal, render, run
 from google.protobuf.json_format import ParseDict
 
 from twostep.autoscaler import hpa
 from twostep.autoscaler.external_scaler import role_of
-from twostep.autoscaler.pods import MarkLease, PodMarks
+from twostep.autoscaler.pods import ANNOTATION, LEASE_ANNOTATION, MarkLease, PodMarks
 from twostep.rpc.keda import externalscaler_pb2
 
 CHART_VALUES = merged(SWITCHES["autoscaling"], {"autoscaling": {"decode": {"maxReplicas": 40}}})
@@ -159,3 +161,38 @@ async def test_the_autoscaler_may_do_what_it_does_and_no_more(api: FakeApi, tmp_
     result = await marks.apply(["a"], ["b"], lease=MarkLease(token=1, holder="x"), timeout_s=60)
     assert result.done == 2
     assert api.asked == rights(render(SWITCHES["autoscaling"]).one("Role", "autoscaler"))
+
+
+def test_the_right_to_patch_pods_is_bounded_to_the_autoscalers_marks() -> None:
+    """An admission policy, since no Role can; its expressions have been tried with an evaluator of CEL."""
+    chart = render(SWITCHES["autoscaling"])
+    policy, binding = (chart.of(kind)[0] for kind in ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"))
+    account = chart.one("RoleBinding", "-autoscaler")["subjects"][0]
+    (who,) = policy["spec"]["matchConditions"]
+    assert who["expression"] == f"request.userInfo.username == 'system:serviceaccount:{account['namespace']}:{account['name']}'"
+    assert policy["spec"]["failurePolicy"] == "Fail"
+    assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+    (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+    assert (rule["resources"], rule["operations"]) == (["pods"], ["UPDATE"])
+    (marks,) = [each["expression"] for each in policy["spec"]["variables"] if each["name"] == "marks"]
+    assert {ANNOTATION, LEASE_ANNOTATION} == set(json.loads(marks.replace("'", '"')))
+    whose = policy["spec"]["validations"][0]["expression"]
+    for pool in ("prefill", "decode"):
+        labels = chart.pod(pool).metadata["labels"]
+        for label, value in re.findall(r"variables.labels\['([^']+)'\] == '([^']+)'", whose):
+            assert labels[label] == value
+        assert f"'{pool}'" in whose
+
+
+@pytest.mark.parametrize(
+    ("scaling", "version", "marks", "bounded"),
+    [({}, "1.30.0", True, True), ({}, "1.29.0", False, False), ({"podPolicy": False}, "1.29.0", True, False)],
+)
+def test_no_right_without_its_bound_unless_it_is_wanted(scaling: Object, version: str, marks: bool, bounded: bool) -> None:
+    result = run(merged(SWITCHES["autoscaling"], {"autoscaling": scaling}), flags=("--kube-version", version))
+    chart = parsed(result.stdout)
+    roles = [role["metadata"]["name"] for role in chart.of("Role") if role["metadata"]["name"].endswith("-autoscaler")]
+    assert (bool(roles), bool(chart.of("ValidatingAdmissionPolicy"))) == (marks, bounded)
+    assert chart.pod("autoscaler").spec["automountServiceAccountToken"] is marks
+    (process,) = [each for each in processes(chart) if each.module == "twostep.autoscaler"]
+    assert (process.environment.get("TWOSTEP_KUBERNETES_API") == "none") is not marks

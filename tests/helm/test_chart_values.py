@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("autoscaling.decode.maxReplicas", 0, "autoscaling.decode.maxReplicas: Must be greater than or equal to 1"),
     ("image.router.digest", "latest", "image.router.digest: Does not match pattern"),
     ("gateway.requestTimeout", "forever", "gateway.requestTimeout: Does not match pattern"),
+    ("fullnameOverride", "a.b", "fullnameOverride: Does not match pattern"),
+    ("nameOverride", "a" * 41, "nameOverride: String length must be less than or equal to 40"),
+    ("redis.external.address", "redis.example", "redis.external.address: Does not match pattern"),
     ("secrets.existingSecret", "My Secret", "secrets.existingSecret: Does not match pattern"),
     ("redis.extraVolume", [], "redis: Additional property extraVolume is not allowed"),
     ("router.resourceClaims", [], "router: Additional property resourceClaims is not allowed"),
@@ -131,6 +134,13 @@ CONTRARY: list[tuple[str, Any, str]] = [
     ("ray.ports", {"first": 50040}, "leave out 50061 to 50073"),
     ("", {"ray": {"ports": {"first": 50350}}, "colocated": {"enabled": True, "prefill": 16, "decode": 16}}, "leave out 50100 to 50413"),
     ("ray.ports", {"first": 6300, "workers": 100}, "ray.ports.gcs (6379)"),
+    ("ray.ports", {"client": 6379}, "ray.ports.gcs and ray.ports.client are both 6379"),
+    *(("auth.adminPort", port, f"auth.adminPort is {port}, and routers have that port already") for port in (8000, 50051, 50052, 50053)),
+    (
+        "router.extraContainers",
+        [{"name": "web", "image": "x", "ports": [{"containerPort": 8000}]}],
+        "router.extraContainers' ports: 8000/TCP is there twice",
+    ),
     ("ray", {"mode": "external", "address": "a:6379"}, "give networkPolicy.rayFrom"),
     ("prefill.maxSurge", 0, "prefill.maxSurge and prefill.maxUnavailable are both 0"),
     ("colocated", {"enabled": True, "maxUnavailable": "0%"}, "colocated.maxSurge and colocated.maxUnavailable are both 0"),
@@ -189,9 +199,31 @@ def test_labels_of_the_charts_own_are_refused() -> None:
 def test_a_registry_goes_before_what_names_none() -> None:
     own = {"image": {"registry": "registry.example:5000/llm", "router": {"repository": "localhost:5000/router"}}}
     images = {pod.component: pod.spec["containers"][0]["image"].partition("@")[0] for pod in render(own).pods()}
-    assert images["redis"] == "docker.io/valkey/valkey"
+    assert images["redis"] == "registry.example:5000/llm/valkey/valkey"
+    assert render({}).pod("redis").spec["containers"][0]["image"].startswith("docker.io/valkey/valkey@")
     assert images["router"] == "localhost:5000/router:0.1.0"
     assert images["prefill"] == "registry.example:5000/llm/twostep/worker-cuda:0.1.0"
+
+
+@pytest.mark.parametrize("name", ["h200", "mixed", pytest.param("demo", marks=pytest.mark.exhaustive)])
+def test_every_value_of_a_profile_has_an_effect(name: str) -> None:
+    """A value that changes no object only looks as if it did something. Those that are the chart's defaults may stand there, to be seen."""
+    whole = profile(name)
+    rendered = run({}, name).stdout
+    idle = []
+    for path, value in _settings(whole):
+        default = functools.reduce(lambda block, part: block.get(part, {}) if isinstance(block, dict) else {}, path, profile(""))
+        if value != default and run(dotted(".".join(path), default or None), name).stdout == rendered:
+            idle.append(".".join(path))
+    assert idle == []
+
+
+def _settings(block: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in block.items():
+        if isinstance(value, dict) and "." not in "".join(value) and key != "resources":
+            yield from _settings(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 @pytest.mark.parametrize(("other", "words"), [("colocated", "colocated.enabled"), ("decode-alone", "set autoscaling.enabled to false")])
@@ -316,6 +348,8 @@ def test_values_of_a_chart_before_this_one_are_taken(tmp_path: Path) -> None:
         "workers.kernelCache",
         "workers.resourceClaims",
         "autoscaling.pdb",
+        "autoscaling.podPolicy",
+        "autoscaling.holdReplicas",
         "colocated.besidePools",
     ):
         *blocks, last = name.split(".")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import redis.asyncio
 
 from kv_transfer.ray import node as ray_node
 from kv_transfer.ray.node import NodeConfig, RayNode, RayPorts, node_env, parse_node
 from twostep.errors import SetupError
 from twostep.local.ports import free_ports
+from twostep.local.redis_server import server_argv, server_binary, socket_path
 
 
 def test_ports_are_those_that_the_network_policy_opens() -> None:
@@ -115,6 +121,65 @@ def test_a_signal_ends_it_and_what_it_started(tmp_path: Path) -> None:
             node.stderr.close()
             node.wait()
             Path(argv[-1]).rmdir()
+
+
+@asynccontextmanager
+async def _over_tls(server: Path, certificate: tuple[Path, Path]) -> AsyncIterator[int]:
+    """A port that speaks TLS before a Redis server's unix socket: the server of the wheel cannot."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*certificate)
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(1 << 16):
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind, to = await asyncio.open_unix_connection(server)
+        await asyncio.gather(pump(reader, to), pump(behind, writer))
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as listener:
+        yield listener.sockets[0].getsockname()[1]
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory that Ray's sockets have room in."""
+    with tempfile.TemporaryDirectory(prefix="rt-", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.mark.system
+async def test_a_head_keeps_its_state_in_a_redis_over_tls(short_dir: Path, self_signed: tuple[Path, Path]) -> None:
+    """As docs/ray.md says: rediss:// and the authority's file."""
+    gcs, client = free_ports(2)
+    argv = ["-P", "-m", "kv_transfer.ray.node", "--ray-head", "--ray-address", f"127.0.0.1:{gcs}", "--ray-client-port", str(client)]
+    argv += ["--ray-node-ip", "127.0.0.1", "--ray-temp-dir", str(short_dir / "ray")]
+    server = await asyncio.create_subprocess_exec(*server_argv(server_binary(), short_dir), stdout=subprocess.DEVNULL)
+    try:
+        async with (
+            _over_tls(socket_path(short_dir), self_signed) as port,
+            redis.asyncio.Redis(unix_socket_path=str(socket_path(short_dir))) as store,
+            asyncio.timeout(120),
+        ):
+            state = {"RAY_REDIS_ADDRESS": f"rediss://localhost:{port}", "RAY_external_storage_namespace": "one"}
+            env = {**os.environ, **state, "RAY_REDIS_CA_CERT": str(self_signed[0])}
+            head = await asyncio.create_subprocess_exec(sys.executable, *argv, env=env)
+            try:
+                while b"RAYone@NODE" not in await store.keys("RAYone@*"):
+                    assert head.returncode is None
+                    await asyncio.sleep(0.1)
+                head.send_signal(signal.SIGTERM)
+                assert await head.wait() == 0
+            finally:
+                if head.returncode is None:
+                    head.kill()
+                    await head.wait()
+    finally:
+        server.kill()
+        await server.wait()
 
 
 def _in_session(session: int) -> list[psutil.Process]:

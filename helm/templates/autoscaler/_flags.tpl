@@ -1,3 +1,13 @@
+{{/* true where the chart bounds what the autoscaler may change of pods. */}}
+{{- define "twostep.boundsPatches" -}}
+{{- if ne (get .Values.autoscaling "podPolicy" | toString) "false" -}}true{{- end -}}
+{{- end -}}
+
+{{/* true where the autoscaler marks pods: where Kubernetes knows the policy that bounds the right to, or no policy is wanted. */}}
+{{- define "twostep.marksPods" -}}
+{{- if and .Values.autoscaling.podDeletionCost (or (not (include "twostep.boundsPatches" .)) (semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version)) -}}true{{- end -}}
+{{- end -}}
+
 {{/* The autoscaler's flags as the values say; autoscaling.flags win. */}}
 {{- define "twostep.autoscalerFlags" -}}
 {{- $scaling := .Values.autoscaling -}}
@@ -28,7 +38,7 @@
 {{- if and .Values.tls.enabled (not (include "twostep.kedaSecretName" .)) -}}
 {{- $flags = set $flags "tls-client-auth" "none" -}}
 {{- end -}}
-{{- if not $scaling.podDeletionCost -}}
+{{- if not (include "twostep.marksPods" .) -}}
 {{- $flags = set $flags "kubernetes-api" "none" -}}
 {{- end -}}
 {{- toJson (merge (deepCopy $scaling.flags) $flags (include "twostep.logFlags" . | fromYaml)) -}}

@@ -24,7 +24,7 @@ ports:
 securityContext:
   {{- include "twostep.containerSecurityContext" $root | nindent 2 }}
 resources:
-  {{- toYaml $root.Values.ray.head.resources | nindent 2 }}
+  {{- include "twostep.withDisk" (dict "resources" $root.Values.ray.head.resources "disk" (list "2Gi")) | nindent 2 }}
 volumeMounts:
   - name: tmp
     mountPath: /tmp

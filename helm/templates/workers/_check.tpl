@@ -3,6 +3,7 @@
 {{- $pools := splitList " " (include "twostep.pools" .) -}}
 {{- $transfer := include "twostep.kvTransfer" (dict "root" . "component" (last $pools)) -}}
 {{- include "twostep.checkComponents" . -}}
+{{- include "twostep.checkPorts" . -}}
 {{- if and (not (has "prefill" $pools)) .Values.autoscaling.enabled -}}
 {{- fail "autoscaling.enabled moves the replicas of the prefill and decode Deployments, and with colocated.enabled there are none: set colocated.besidePools, or switch one of them off" -}}
 {{- end -}}
@@ -101,6 +102,20 @@
 {{- end -}}
 {{- if and (eq $transfer "cuda_ipc") (has "prefill" $pools) .Values.colocated.enabled -}}
 {{- fail "CUDA IPC joins workers of one pod: with colocated.besidePools let workers.kvTransfer be auto, or name ray or nixl, too" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ports of a pod that its values choose: none of those that it has already. */}}
+{{- define "twostep.checkPorts" -}}
+{{- $admin := int .Values.auth.adminPort -}}
+{{- range $flag, $port := include "twostep.routerFlags" . | fromYaml -}}
+{{- if and (hasSuffix "port" $flag) (ne $flag "admin-port") (eq (int $port) $admin) -}}
+{{- fail (printf "auth.adminPort is %d, and routers have that port already (--%s): give another one, such as 8001" $admin $flag) -}}
+{{- end -}}
+{{- end -}}
+{{- $ports := .Values.ray.ports -}}
+{{- if and .Values.ray.enabled (ne .Values.ray.mode "external") (eq (int $ports.gcs) (int $ports.client)) -}}
+{{- fail (printf "ray.ports.gcs and ray.ports.client are both %v, on one head: give one of them another port" $ports.gcs) -}}
 {{- end -}}
 {{- end -}}
 

@@ -12,7 +12,7 @@
 {{- $replicas := include "twostep.givenReplicas" $values -}}
 {{- if $root.Values.autoscaling.enabled -}}
 {{- $scaler := dict "apiVersion" "keda.sh/v1alpha1" "kind" "ScaledObject" -}}
-{{- $replicas = include "twostep.presentReplicas" (merge (dict "scaler" $scaler "least" (include "twostep.leastReplicas" .)) $component) -}}
+{{- $replicas = include "twostep.presentReplicas" (merge (dict "scaler" $scaler "least" (include "twostep.leastReplicas" .) "given" $replicas) $component) -}}
 {{- end -}}
 apiVersion: apps/v1
 kind: Deployment

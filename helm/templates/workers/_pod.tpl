@@ -142,7 +142,9 @@ capabilities:
 
 {{/* dict root, own (the pool's settings), gpus, add: CPU, memory and devices of a worker's container; it has all that its pod claims */}}
 {{- define "twostep.workerResources" -}}
-{{- $resources := include "twostep.withMemory" (dict "resources" .own.resources "add" .add) | fromYaml -}}
+{{- $disk := prepend (include "twostep.modelDisk" .root | fromJsonArray) .root.Values.workers.scratch -}}
+{{- $memory := include "twostep.withMemory" (dict "resources" .own.resources "add" .add) | fromYaml -}}
+{{- $resources := include "twostep.withDisk" (dict "resources" $memory "disk" $disk) | fromYaml -}}
 {{- $devices := include "twostep.deviceResources" . | fromYaml -}}
 {{- if $devices -}}
 {{- range $kind := list "requests" "limits" -}}
