@@ -22,6 +22,7 @@ from router.batches.records import COMPLETION_WINDOWS, BatchRequest, FileRecord,
 from router.batches.run import Answered
 from router.batches.service import Batches
 from router.batches.store import Stored
+from router.http.body import Body, Whole, parse_body
 from router.http.chat import ChatGeneration
 from router.http.completions import CompletionGeneration
 from router.http.embeddings import HttpEmbeddings
@@ -29,7 +30,7 @@ from router.http.errors import HttpError, body_of
 from router.http.front import FRONT, IDENTITY, Front, parsed
 from router.http.generation import HttpCall, HttpGeneration
 from router.http.openapi import Described
-from router.http.request_bodies import Body, ChatBody, CompletionBody, EmbeddingBody, Whole, parse_body
+from router.http.request_bodies import ChatBody, CompletionBody, EmbeddingBody
 from router.http.responses import ResponsesGeneration
 from router.http.responses_body import ResponsesBody
 from router.http.whole_answer import ENCODER, INLINE_BYTES, AnswerEncoder, WholeAnswer

@@ -50,7 +50,7 @@ class ChatGeneration(HttpGeneration[AnyChat]):
             self.tools = body.tool_use(front.chat_format.tool_calls)
         if self.tools.format is None:
             del self._chat.tools[:]
-        self.with_reasoning = body.include_reasoning is not False
+        self.with_reasoning = body.tells_reasoning
 
     @property
     def headers(self) -> dict[str, str]:

@@ -11,11 +11,12 @@ from typing import Any
 
 from aiohttp import web
 
+from router.http.body import parse_body
 from router.http.errors import HttpError, blaming
 from router.http.front import FRONT, Front, parsed
 from router.http.generation import HEADERS, HttpAsker, HttpCall, terms_of, timeout_of
 from router.http.openapi import Described
-from router.http.request_bodies import EmbeddingBody, IdArray, parse_body
+from router.http.request_bodies import EmbeddingBody, IdArray
 from router.http.sse import ANSWERS
 from router.http.whole_answer import ENCODER, MAX_LINE_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from aiohttp import web
 
 from router.access.account import Identity
+from router.http.body import parse_body
 from router.http.choices import AnswerOptions, AnswerSink, Events, Send, StreamedChoice, Teller, WholeChoice
 from router.http.errors import HttpError, blaming
 from router.http.front import FRONT, IDENTITY, RECEIVED, REQUEST_ID, Front, forwarded, parsed
@@ -32,8 +33,8 @@ from router.http.request_bodies import (
     LarkFormat,
     RegexFormat,
     RequestBody,
+    ResponseFormat,
     StructuredOutputs,
-    parse_body,
 )
 from router.http.sse import ANSWERS, KEEP_ALIVE, EventStream, failure_event
 from router.http.whole_answer import ENCODER, WholeAnswer, check_prompt_logprobs, check_repeated, check_size
@@ -114,22 +115,32 @@ def sampling_of(body: ChatBody | CompletionBody, *, seed: int) -> pb.SamplingPar
 
 def grammar_of(body: CommonBody) -> pb.Grammar | None:
     """Returns what the answer is held to. Raises HttpError 400 if it is said in two ways."""
-    structured = None if body.structured_outputs is None else _structured(body.structured_outputs)
-    match body.response_format:
+    given = {
+        "response_format": _formatted(body.response_format),
+        "structured_outputs": None if body.structured_outputs is None else _structured(body.structured_outputs),
+        "regex": None if body.regex is None else pb.Grammar(regex=body.regex),
+        "json_schema": None if body.json_schema is None else pb.Grammar(json_schema=body.json_schema),
+    }
+    first, *others = [*((name, grammar) for name, grammar in given.items() if grammar is not None), ("", None)]
+    if len(others) > 1:
+        names = body.names()
+        message = f"{names[first[0]]} and {names[others[0][0]]} each say what the answer must look like; keep one"
+        raise HttpError(400, message, param=names[others[0][0]])
+    return first[1]
+
+
+def _formatted(given: ResponseFormat | None) -> pb.Grammar | None:
+    match given:
         case JsonObjectFormat():
-            grammar = pb.Grammar(json_object=True)
+            return pb.Grammar(json_object=True)
         case JsonFormat(json_schema=schema):
-            grammar = pb.Grammar(json_schema=schema.schema_, strict=schema.strict)
+            return pb.Grammar(json_schema=schema.schema_, strict=schema.strict)
         case RegexFormat(pattern=pattern):
-            grammar = pb.Grammar(regex=pattern)
+            return pb.Grammar(regex=pattern)
         case LarkFormat(grammar=lark):
-            grammar = pb.Grammar(lark=lark)
+            return pb.Grammar(lark=lark)
         case _:
-            return structured
-    if structured is not None:
-        message = "response_format and structured_outputs each say what the answer must look like; keep one"
-        raise HttpError(400, message, param="structured_outputs")
-    return grammar
+            return None
 
 
 def _structured(given: StructuredOutputs) -> pb.Grammar:

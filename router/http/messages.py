@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from router.http.blocks import Block, BlockGeneration, Dialect, Event, Kind
+from router.http.body import parse_body
 from router.http.choices import finish_of
 from router.http.errors import anthropic_body_of, blaming
 from router.http.front import FRONT, Front, parsed
@@ -17,7 +18,6 @@ from router.http.generation import HEADERS, HttpCall, respond
 from router.http.logprobs import KeptLogprobs
 from router.http.messages_body import CountBody, MessagesBody
 from router.http.openapi import AnthropicError, Described
-from router.http.request_bodies import parse_body
 from router.json_pieces import Json, compact
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -48,8 +48,6 @@ class MessagesGeneration(BlockGeneration[MessagesBody]):
 
     def __init__(self, front: Front, body: MessagesBody, call: HttpCall) -> None:
         super().__init__(front, body, call)
-        if body.thinking is not None and body.thinking.display == "omitted":
-            self.with_reasoning = False
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.common["model"]}
         self.dialect = MessagesDialect(head, body.stop_strings)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
+from router.http.body import Body, Unsupported, Whole, packed
 from router.http.errors import HttpError
 from router.http.offered_tools import MAX_TOOL_NAME, Choice, Offered, is_hosted, unknown_tool
 from router.http.request_bodies import (
@@ -14,16 +15,12 @@ from router.http.request_bodies import (
     MAX_PARTS,
     MAX_TOKENS,
     MAX_TOOLS,
-    Body,
     ChatBody,
     FunctionSpec,
     JsonFormat,
     JsonSchemaFormat,
     ResponseFormat,
     StopString,
-    Unsupported,
-    Whole,
-    packed,
     tool_text,
 )
 from router.prompting.tool_use import ToolText
@@ -189,15 +186,6 @@ def _format(config: OutputConfig) -> ResponseFormat | None:
     return None if config.format is None else JsonFormat(type="json_schema", json_schema=config.format)
 
 
-class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
-    """Goes to the chat template, as `enable_thinking` and `thinking`."""
-    budget_tokens: int | None = None
-    """Ignored: models here think as long as they do."""
-    display: str | None = None
-    """`omitted`: the answer does not tell what the model thought."""
-
-
 class MessagesBody(ChatBody):
     messages: Annotated[
         bytes, packed(_messages, Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)])
@@ -215,7 +203,6 @@ class MessagesBody(ChatBody):
     reasoning_effort: Annotated[str | None, packed(lambda config: config.effort, OutputConfig)] | None = Field(
         default=None, alias="output_config"
     )
-    thinking: Thinking | None = None
     service_tier: (
         Annotated[
             Literal["auto", "default", "flex", "priority"],
@@ -224,6 +211,12 @@ class MessagesBody(ChatBody):
         | None
     ) = None
 
+    stop_: Annotated[Any, Unsupported("use stop_sequences")] = Field(default=None, alias="stop")
+    response_format_: Annotated[Any, Unsupported("use output_config.format")] = Field(default=None, alias="response_format")
+    reasoning_effort_: Annotated[Any, Unsupported("use output_config.effort")] = Field(default=None, alias="reasoning_effort")
+    parallel_tool_calls_: Annotated[Any, Unsupported("use tool_choice.disable_parallel_tool_use", unless=True)] = Field(
+        default=None, alias="parallel_tool_calls"
+    )
     container: Annotated[Any, Unsupported("no code is run here; leave it out")] = None
     mcp_servers: Annotated[Any, Unsupported("the router calls no servers; leave it out", unless=[])] = None
     n: Annotated[Any, Unsupported("send the request again for another answer", unless=1)] = None
@@ -240,12 +233,6 @@ class MessagesBody(ChatBody):
         last = chat.messages[-1] if chat.messages else pb.ChatMessage()
         chat.continue_final_message = last.role == "assistant" and not last.tool_calls
         return chat
-
-    def variables(self) -> list[str]:
-        if self.thinking is None:
-            return super().variables()
-        on = self.thinking.type != "disabled"
-        return [*super().variables(), json.dumps({"enable_thinking": on, "thinking": on})]
 
 
 class CountBody(MessagesBody):

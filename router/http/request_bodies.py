@@ -1,34 +1,28 @@
 """Bodies of requests. Their fields have OpenAI's names, then vLLM's, and this system has some of its own.
 
 Unknown fields are ignored, as vLLM does, so that clients of newer APIs keep working. What is known, changes the answer, and is not done
-here is refused with its name in `param`.
+here is refused with its name in `param` (router/http/foreign_fields.py).
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
+    AliasChoices,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    GetPydanticSchema,
     JsonValue,
     PlainValidator,
     StringConstraints,
-    ValidationError,
     ValidationInfo,
     WithJsonSchema,
 )
-from pydantic_core import core_schema, from_json
 
+from router.http.body import Body, Unsupported, Whole, packed, without_point, wrong_value
 from router.http.errors import HttpError
+from router.http.foreign_fields import ForeignChatFields, ForeignEmbeddingFields, ForeignFields
 from router.http.offered_tools import MAX_TOOL_NAME, Choice, Offered, allowed_choice, hosted_choice, is_hosted, unknown_tool
 from router.prompting.tool_use import ToolText, ToolUse
 from router.serving.answers import MAX_CHOICES
@@ -45,35 +39,9 @@ from twostep.text.tool_formats.format import ToolCallFormat
 
 MAX_TOKENS = (1 << 31) - 1
 _MAX_TIMEOUT_S = 86_400.0
-# Of a message about a value: enough to recognize it by.
-_MAX_SHOWN = 80
 
 MAX_TOKEN_ID = (1 << 31) - 1
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-
-
-# What a prompt is called behind the fronts, and in bodies.
-_CORE_NAMES = {"token_ids": "prompt", "text": "prompt"}
-
-
-class Body(BaseModel):
-    """Types are taken at their word: "5" is no number. Lists fail at the first item that is wrong (`fail_fast`): a message for each of a
-    million takes minutes and gigabytes."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
-
-    @classmethod
-    @cache
-    def names(cls) -> dict[str, str]:
-        """Returns what clients call the fields, and what the core calls otherwise."""
-        names = {name: info.alias or name for name, info in cls.model_fields.items()}
-        return {core: names[field] for core, field in _CORE_NAMES.items() if field in names} | names
-
-
-def packed(pack: Callable[[Any], object], kind: Any) -> GetPydanticSchema:
-    """Returns what says of a field that it is read as `kind`, and kept as `pack` makes of it. Bodies of many values are read in another
-    process (router/http/body_parser.py): to make as many objects again here would hold up the event loop."""
-    return GetPydanticSchema(lambda _, handler: core_schema.no_info_after_validator_function(pack, handler.generate_schema(kind)))
 
 
 def _text_of(value: Any) -> str:
@@ -91,43 +59,6 @@ else:
 JsonObject = Annotated[str, packed(_text_of, dict[str, JsonValue])]
 ModelName = Annotated[str, packed(lambda name: name or "", str | None)]
 JsonSchema = Annotated[str, packed(_text_of, dict[str, JsonValue] | str)]
-
-
-class Unsupported:
-    """A field that would change the answer, and what to do instead. null is harmless, and so is `unless`."""
-
-    def __init__(self, instead: str, *, unless: Any = None) -> None:
-        self._instead, self._unless = instead, unless
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.with_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [None] if self._unless is None else [None, self._unless], "description": f"Not supported: {self._instead}."}
-
-    def _check(self, value: Any, info: core_schema.ValidationInfo[Any]) -> Any:
-        if value is None:
-            return None
-        if value != self._unless or isinstance(value, bool) != isinstance(self._unless, bool):
-            name = (info.field_name or "").rstrip("_")
-            raise HttpError(400, f"{name} is not supported here; {self._instead}", param=name, code="unsupported_parameter")
-        return self._unless  # of its own type: 1.0 equals 1
-
-
-class Whole:
-    """An integer from `least` to `most`. A float without a fraction counts: 16.0 is an integer in JSON Schema, and some clients write every
-    number so."""
-
-    def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        number = core_schema.int_schema(strict=True, ge=self._least, le=self._most)
-        return core_schema.no_info_before_validator_function(_without_point, number)
-
-
-def _without_point(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 TokenId = Annotated[int, Whole(0, MAX_TOKEN_ID)]
@@ -217,7 +148,7 @@ class RequestBody(Body):
     """Seconds after which the request ends with 504; header `x-twostep-timeout-ms`."""
 
 
-class CommonBody(RequestBody):
+class CommonBody(RequestBody, ForeignFields):
     """Whatever generates text."""
 
     stream: bool | None = None
@@ -228,7 +159,9 @@ class CommonBody(RequestBody):
     seed: Annotated[int, Whole(-(1 << 63), (1 << 63) - 1)] | None = None
     """Holds for each prompt: equal ones get equal answers. Without one every answer to every prompt has its own, made of one that the
     router draws and tells in the header `x-twostep-seed`; a request with this header repeats them."""
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = Field(
+        default=None, validation_alias=AliasChoices("stop", "stop_sequences")
+    )
     """The text ends before the first of these."""
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -255,6 +188,10 @@ class CommonBody(RequestBody):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    regex: str | None = Field(default=None, min_length=1)
+    """As `structured_outputs.regex`."""
+    json_schema: JsonSchema | None = None
+    """As `structured_outputs.json`."""
 
     tpot_ms: float | None = Field(default=None, gt=0, le=3_600_000)
     """Each further token, on average; header `x-twostep-tpot-ms`."""
@@ -270,23 +207,6 @@ class CommonBody(RequestBody):
     prompt_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     """Log probabilities of the prompt's tokens, and of so many likeliest in each place; all of the prompt is computed for them."""
 
-    guided_json: Annotated[Any, Unsupported("use structured_outputs.json")] = None
-    guided_regex: Annotated[Any, Unsupported("use structured_outputs.regex")] = None
-    guided_choice: Annotated[Any, Unsupported("use structured_outputs.choice")] = None
-    guided_grammar: Annotated[Any, Unsupported("use structured_outputs.grammar")] = None
-    allowed_token_ids: Annotated[Any, Unsupported("use response_format or structured_outputs to hold the answer to a form", unless=[])] = (
-        None
-    )
-    bad_words: Annotated[Any, Unsupported("leave it out", unless=[])] = None
-    logits_processors: Annotated[Any, Unsupported("code is not taken from clients; leave it out", unless=[])] = None
-    use_beam_search: Annotated[Any, Unsupported("beam search is not done here; sample with `n`", unless=False)] = None
-    length_penalty: Annotated[Any, Unsupported("it is of beam search, which is not done here; leave it out", unless=1.0)] = None
-    include_stop_str_in_output: Annotated[
-        Any, Unsupported("the text ends before the stop string: `stop_reason` tells it", unless=False)
-    ] = None
-    truncate_prompt_tokens: Annotated[Any, Unsupported("shorten the prompt before sending it", unless=-1)] = None
-    kv_transfer_params: Annotated[Any, Unsupported("the router pairs workers itself; leave it out", unless={})] = None
-
     @property
     def limit_field(self) -> str | None:
         """The field that says how long an answer may be; None: the client has not said it."""
@@ -295,8 +215,8 @@ class CommonBody(RequestBody):
     @property
     def grammar_fields(self) -> tuple[str, ...]:
         """Returns the names of the fields that say which form the answer has."""
-        given = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
-        return tuple(self.names()[name] for name, value in given.items() if value is not None)
+        names = ("response_format", "structured_outputs", "regex", "json_schema")
+        return tuple(self.names()[name] for name in names if getattr(self, name) is not None)
 
     @property
     def num_echoed_logprobs(self) -> int | None:
@@ -308,75 +228,6 @@ class CommonBody(RequestBody):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
-
-
-def parse_body(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """Raises HttpError 400 that names the first field that is wrong."""
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        raise _said(error, raw) from None
-
-
-def _said(error: ValidationError, raw: bytes) -> HttpError:
-    """Tells of one error: a union's message of each of its members is too many, so that of the one that got furthest."""
-    errors = error.errors(include_url=False)
-    first = max(errors, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
-    if first["type"] == "json_invalid":
-        return HttpError(400, f"the body is not JSON: {first['msg']}", code="invalid_json")
-    if first["loc"][:1] != errors[0]["loc"][:1]:
-        first = errors[0]
-    message, value, location = first["msg"][:1].lower() + first["msg"][1:], first["input"], first["loc"]
-    if first["type"] in _TAG_ERRORS:
-        location += (first["ctx"]["discriminator"].strip("'"),)
-        message, value = f"give one of {first['ctx'].get('expected_tags')}", first["ctx"].get("tag")
-    missing = first["type"] in ("missing", "union_tag_not_found")
-    param = _path_of(location, from_json(raw), missing=missing)
-    if missing:
-        return HttpError(400, f"{param or 'the body'}: field required; see /openapi.json", param=param)
-    return wrong_value(param, message, value)
-
-
-# The field that says which member of a union an object is.
-_TAG_ERRORS = frozenset({"union_tag_invalid", "union_tag_not_found"})
-
-
-def wrong_value(param: str | None, message: str, value: Any) -> HttpError:
-    return HttpError(400, f"{param or 'the body'}: {message} (it is {_shown(value)}); see /openapi.json", param=param)
-
-
-def _shown(value: Any) -> str:
-    """Returns the beginning of a value as JSON: no more is written than is shown."""
-    if isinstance(value, str):
-        value = value[: _MAX_SHOWN + 1]
-    text = ""
-    for piece in json.JSONEncoder(default=str).iterencode(value):
-        text += piece
-        if len(text) > _MAX_SHOWN:
-            return text[:_MAX_SHOWN] + "…"
-    return text
-
-
-def _path_of(location: tuple[int | str, ...], given: Any, *, missing: bool) -> str | None:
-    """Returns `messages[0].content` without the names of types and members of unions that pydantic adds: `given`, the body, has none of
-    those. `missing`: nor has it the last part."""
-    path = ""
-    for i, part in enumerate(location):
-        if isinstance(part, int):
-            if not isinstance(given, list) or part >= len(given):
-                continue
-            path, given = f"{path}[{part}]", given[part]
-            continue
-        here = isinstance(given, dict) and part in given
-        if here or (missing and i == len(location) - 1):
-            shown = part if len(part) <= _MAX_SHOWN else part[:_MAX_SHOWN] + "…"
-            path = f"{path}.{shown}" if path else shown
-        if here:
-            given = given[part]
-    return path or None
 
 
 MAX_TOOLS = 1024
@@ -505,6 +356,27 @@ def _choice(given: str | ChatToolChoice) -> Choice:
 ToolMode = Literal["none", "auto", "required"]
 
 
+class Reasoning(Body):
+    effort: str | None = Field(default=None, max_length=32)
+    """Goes to the chat template as `reasoning_effort`, for models that know it; `none`: as `enabled` false."""
+    enabled: bool | None = None
+    """As `enable_thinking` of a chat."""
+    exclude: bool | None = None
+    """true: as `include_reasoning` false of a chat."""
+    max_tokens: Annotated[Any, Unsupported("no budget is kept here; bound the whole answer")] = None
+    summary: str | None = None
+    """Ignored: reasoning is told as it is."""
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    """Goes to the chat template, as `enable_thinking` and `thinking`."""
+    budget_tokens: int | None = None
+    """Ignored: models here think as long as they do."""
+    display: str | None = None
+    """`omitted`: the answer does not tell what the model thought."""
+
+
 class ChatPrompt(Body):
     """The part of a chat that becomes the prompt; /tokenize takes it too."""
 
@@ -518,6 +390,18 @@ class ChatPrompt(Body):
     """The last message is the beginning of the answer; `add_generation_prompt` must be false then."""
     chat_template_kwargs: JsonObject | None = None
     """Further variables of the model's chat template."""
+    reasoning_effort: str | None = Field(default=None, max_length=32)
+    """Goes to the chat template, for models that know it; `none`: as `enable_thinking` false."""
+    reasoning: Reasoning | None = None
+    enable_thinking: bool | None = None
+    """Goes to the chat template, as `enable_thinking` and `thinking`, for models that know it."""
+    thinking: Thinking | None = None
+    documents: (
+        Annotated[str, packed(json.dumps, Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_PARTS, fail_fast=True)])] | None
+    ) = None
+    """Go to the chat template."""
+    chat_template: Annotated[Any, Unsupported("templates are not taken from clients; the model's own is used", unless="")] = None
+    add_special_tokens: Annotated[Any, Unsupported("the chat template writes them", unless=False)] = None
 
     @property
     def offered(self) -> Offered:
@@ -528,13 +412,32 @@ class ChatPrompt(Body):
         """A chat of the messages before `messages`, serialized: what follows is appended to it."""
         return b""
 
-    def chat(self, *extra: str) -> pb.Chat:
-        """`extra`: further variables of the template, in JSON objects. Raises HttpError 400."""
+    def variables(self) -> list[str]:
+        """Returns the template's variables that the fields give, in JSON objects."""
+        extra = []
+        effort, thinks = self.reasoning_effort, self.enable_thinking
+        if self.reasoning is not None:
+            effort = self.reasoning.effort if effort is None else effort
+            thinks = self.reasoning.enabled if thinks is None else thinks
+        if self.thinking is not None and thinks is None:
+            thinks = self.thinking.type != "disabled"
+        if effort == "none" and thinks is None:
+            thinks = False
+        if effort is not None:
+            extra.append(json.dumps({"reasoning_effort": effort}))
+        if thinks is not None:
+            extra.append(json.dumps({"enable_thinking": thinks, "thinking": thinks}))
+        if self.documents is not None:
+            extra.append(f'{{"documents": {self.documents}}}')
+        return extra
+
+    def prompt(self) -> pb.Chat:
+        """Raises HttpError 400."""
         if self.continue_final_message and self.add_generation_prompt:
             raise HttpError(
                 400, "continue_final_message and add_generation_prompt exclude each other; set one of them", param="continue_final_message"
             )
-        variables = [*extra, self.chat_template_kwargs or "{}"]
+        variables = [*self.variables(), self.chat_template_kwargs or "{}"]
         if self.add_generation_prompt is not None and not self.continue_final_message:
             variables.append(json.dumps({"add_generation_prompt": self.add_generation_prompt}))
         # Of two members of the same name the later one counts.
@@ -551,34 +454,17 @@ class Prediction(Body):
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
 
 
-class ChatBody(CommonBody, ChatPrompt):
+class ChatBody(CommonBody, ChatPrompt, ForeignChatFields):
     max_completion_tokens: Annotated[int, Whole(1, MAX_TOKENS)] | None = None
     """The newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Whole(0, MAX_LOGPROBS)] | None = None
     tool_choice: Annotated[Choice, packed(_choice, ToolMode | ChatToolChoice)] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = Field(default=None, max_length=32)
-    """Goes to the chat template, for models that know it."""
     include_reasoning: bool | None = None
     """false: what the model thought is left out of the answer."""
-    documents: (
-        Annotated[str, packed(json.dumps, Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_PARTS, fail_fast=True)])] | None
-    ) = None
-    """Go to the chat template."""
     prediction: Prediction | None = None
     """A hint at the answer, which it cannot change; ignored."""
-
-    functions: Annotated[Any, Unsupported("use `tools`", unless=[])] = None
-    function_call: Annotated[Any, Unsupported("use `tool_choice`", unless="none")] = None
-    audio: Annotated[Any, Unsupported("models here write text", unless={})] = None
-    modalities: Annotated[Any, Unsupported("models here write text", unless=["text"])] = None
-    web_search_options: Annotated[Any, Unsupported("the router looks nothing up; leave it out", unless={})] = None
-    chat_template: Annotated[Any, Unsupported("templates are not taken from clients; the model's own is used", unless="")] = None
-    add_special_tokens: Annotated[Any, Unsupported("the chat template writes them", unless=False)] = None
-    echo: Annotated[Any, Unsupported("use continue_final_message", unless=False)] = None
-    best_of: Annotated[Any, Unsupported("use `n`", unless=1)] = None
-    mm_processor_kwargs: Annotated[Any, Unsupported("models here read text", unless={})] = None
 
     @property
     def limit_field(self) -> str | None:
@@ -613,18 +499,11 @@ class ChatBody(CommonBody, ChatPrompt):
         asked = pb.ToolUse(tool_choice=choice.mode, function=choice.function, single=self.parallel_tool_calls is False)
         return ToolUse.of(asked, offered.functions, format, allowed=choice.allowed)
 
-    def prompt(self) -> pb.Chat:
-        """Raises HttpError 400."""
-        return self.chat(*self.variables())
-
-    def variables(self) -> list[str]:
-        """Returns the template's variables that the fields give, in JSON objects."""
-        extra = []
-        if self.reasoning_effort is not None:
-            extra.append(json.dumps({"reasoning_effort": self.reasoning_effort}))
-        if self.documents is not None:
-            extra.append(f'{{"documents": {self.documents}}}')
-        return extra
+    @property
+    def tells_reasoning(self) -> bool:
+        excluded = self.reasoning is not None and bool(self.reasoning.exclude)
+        omitted = self.thinking is not None and self.thinking.display == "omitted"
+        return self.include_reasoning is not False and not excluded and not omitted
 
 
 def adapt_roles(chat: pb.Chat, template: str | None) -> None:
@@ -709,7 +588,7 @@ def _prompt(given: Any, info: ValidationInfo) -> str | list[str] | IdArray | lis
 def _ids(given: list[Any], path: str) -> IdArray:
     # All at once: there may be a million.
     if float in set(map(type, given)):
-        given = [_without_point(each) for each in given]
+        given = [without_point(each) for each in given]
     if set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= MAX_TOKEN_ID:
         return ids_of(given)
     at, wrong = next((i, each) for i, each in enumerate(given) if type(each) is not int or not 0 <= each <= MAX_TOKEN_ID)
@@ -756,7 +635,7 @@ class CompletionBody(CommonBody):
         return list(self.prompt) if isinstance(self.prompt, list) else [self.prompt]
 
 
-class EmbeddingBody(RequestBody):
+class EmbeddingBody(RequestBody, ForeignEmbeddingFields):
     input: Annotated[str | list[str] | IdArray | list[IdArray], PlainValidator(_prompt), WithJsonSchema(_PROMPT)]
     """A text, several, the token ids of one, or of several."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -769,6 +648,3 @@ class EmbeddingBody(RequestBody):
     """Says whether vectors are brought to a length of 1. If it is left out, the model's files say it, and as a rule they are."""
     add_special_tokens: bool | None = None
     """false: the tokenizer adds nothing to a text, such as a token that ends it."""
-
-    embed_dtype: Annotated[Any, Unsupported("vectors are of float32", unless="float32")] = None
-    endianness: Annotated[Any, Unsupported("numbers in base64 are little-endian", unless="little")] = None

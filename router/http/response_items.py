@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from router.http.body import Body
 from router.http.errors import HttpError
 from router.http.offered_tools import flat_name
-from router.http.request_bodies import MAX_PARTS, Body
+from router.http.request_bodies import MAX_PARTS
 from twostep.rpc.v1 import inference_pb2 as pb
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
+from router.http.body import Body, Unsupported, Whole, packed
 from router.http.errors import HttpError
 from router.http.offered_tools import (
     MAX_TOOL_NAME,
@@ -23,20 +24,17 @@ from router.http.request_bodies import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOOLS,
-    Body,
     ChatBody,
     FunctionSpec,
     JsonFormat,
     JsonObjectFormat,
     JsonSchemaFormat,
     LarkFormat,
+    Reasoning,
     RegexFormat,
     ResponseFormat,
     TextFormat,
     ToolMode,
-    Unsupported,
-    Whole,
-    packed,
     tool_text,
 )
 from router.http.response_items import Item, fragments
@@ -135,13 +133,6 @@ def _format(text: TextConfig) -> ResponseFormat | None:
     return text.format
 
 
-class Reasoning(Body):
-    effort: str | None = Field(default=None, max_length=32)
-    """Goes to the chat template, for models that know it."""
-    summary: str | None = None
-    """Ignored: reasoning is told as it is."""
-
-
 def _metadata(given: dict[str, Any]) -> str:
     if len(given) > 16 or any(not isinstance(value, str) or len(value) > 512 or len(name) > 64 for name, value in given.items()):
         message = "metadata is not up to 16 texts of 512 characters by names of 64; shorten it, or leave it out"
@@ -182,6 +173,10 @@ class ResponsesBody(ChatBody):
     max_tokens_: Annotated[Any, Unsupported("use max_output_tokens")] = Field(default=None, alias="max_tokens")
     max_completion_tokens: Annotated[Any, Unsupported("use max_output_tokens")] = None
     response_format_: Annotated[Any, Unsupported("use text.format")] = Field(default=None, alias="response_format")
+    reasoning_effort_: Annotated[Any, Unsupported("use reasoning.effort")] = Field(default=None, alias="reasoning_effort")
+    logprobs_: Annotated[Any, Unsupported("use include, with message.output_text.logprobs", unless=False)] = Field(
+        default=None, alias="logprobs"
+    )
     return_token_ids: Annotated[Any, Unsupported("use /v1/chat/completions for them", unless=False)] = None
     prompt_logprobs: Annotated[Any, Unsupported("use /v1/chat/completions for them")] = None
 

@@ -11,10 +11,11 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import Field
 
+from router.http.body import Body, packed, parse_body
 from router.http.errors import HttpError, blaming
 from router.http.front import FRONT, IDENTITY, parsed
 from router.http.openapi import Described
-from router.http.request_bodies import Body, ChatPrompt, IdArray, ModelName, TokenId, adapt_roles, ids_of, packed, parse_body
+from router.http.request_bodies import ChatPrompt, IdArray, ModelName, TokenId, adapt_roles, ids_of
 from router.http.whole_answer import ENCODER, JSON_ID_BYTES, WholeAnswer
 from router.json_pieces import json_pieces, small
 from twostep.rpc.v1 import inference_pb2 as pb
@@ -56,7 +57,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     with blaming(body.names()):
         front.inference.check_model(body.model)
         if isinstance(body, TokenizeChat):
-            chat = body.chat()
+            chat = body.prompt()
             adapt_roles(chat, front.card.chat_template)
             ids = (await front.inference.tokenize(pb.TokenizeRequest(chat=chat), request[IDENTITY].share)).token_ids
         elif body.prompt:

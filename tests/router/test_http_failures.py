@@ -20,8 +20,9 @@ from jinja2 import Template
 from openai import AsyncOpenAI
 from router_fakes import MAX_MODEL_LEN, Cluster, FakeDecode, FakePrefill, Script, after, refuse, until
 
+from router.http.body import parse_body
 from router.http.errors import HttpError
-from router.http.request_bodies import CompletionBody, parse_body
+from router.http.request_bodies import CompletionBody
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"logit_bias": {"100000": 10}}, "logit_bias"),

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.batches.lines import LineError, parse_line
+from router.http.body import parse_body
 from router.http.body_parser import BodyParser
 from router.http.errors import HttpError
-from router.http.request_bodies import ChatBody, CompletionBody, parse_body
+from router.http.request_bodies import ChatBody, CompletionBody
 from router.json_size import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, checked_size
 from twostep.errors import InvalidRequest
 

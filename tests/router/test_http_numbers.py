@@ -45,9 +45,9 @@ def numbers(schema: dict[str, Any], schemas: dict[str, Any]) -> Iterator[tuple[s
             for kind in [] if any(kind.get("type") == "string" for kind in kinds) else kinds:
                 assert not {"ge", "le"} & set(kind), f"{name} has bounds that no reader of the description knows"
                 items = kind.get("items", {})
-                enumerated = [value for value in kind.get("enum", ()) if type(value) in (int, float)]
-                if kind.get("type") in ("integer", "number") or enumerated:
-                    yield name, "%s", int((enumerated or [max(1, kind.get("minimum", 1))])[0])
+                # Those that are not supported but for one value are in test_http_foreign.py; this one an answer was computed for.
+                if kind.get("type") in ("integer", "number") or (name == "n" and 1 in kind.get("enum", ())):
+                    yield name, "%s", max(1, kind.get("minimum", 1))
                 elif items.get("type") in ("integer", "number"):
                     yield name, "[%s]", max(1, items.get("minimum", 1))
 
@@ -77,8 +77,9 @@ async def test_null_is_as_if_a_field_were_left_out(cluster: Cluster, tmp_path: P
         for path, schema in bodies.items():
             least = await status_of(http, path, "left_out", "null")
             for body in alternatives(schema, schemas):
-                for name in sorted(set(body["properties"]) - set(body.get("required", ())) - set(LEAST[path])):
-                    assert await status_of(http, path, name, "null") == least, f"{path} {name}"
+                optional = sorted(set(body["properties"]) - set(body.get("required", ())) - set(LEAST[path]))
+                nulls = ", ".join(f"{json.dumps(name)}: null" for name in optional)
+                assert await status_of(http, path, "left_out", f"0, {nulls}") == least, path
 
 
 async def described(http: aiohttp.ClientSession) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,11 +19,12 @@ from pydantic import BaseModel
 
 from router.http import chat, completions, messages, openapi, responses, system, tokens
 from router.http.batches import BatchBody
+from router.http.body import parse_body
 from router.http.choices import AnswerOptions, ChunkWriter, WholeChoice, stop_reason_of, total_usage, usage_of
 from router.http.errors import HttpError, blaming, body_of
 from router.http.generation import grammar_of, request_of, sampling_of, timeout_of
 from router.http.logprobs import ChatLogprobsWriter, TextLogprobsWriter, TokenNames
-from router.http.request_bodies import ChatBody, CompletionBody, parse_body
+from router.http.request_bodies import ChatBody, CompletionBody
 from router.http.text_places import TextPlaces
 from router.request.memory_budget import Holding
 from router.request.targets import Reason, Refused
