@@ -20,6 +20,7 @@ from router.http.admin import Administration, admin_listener, load_admin_key
 from router.http.batches import BatchEndpoints
 from router.http.body_parser import BodyParser
 from router.http.front import Front
+from router.http.response_store import ResponseStore
 from router.http.server import HttpServer, Listener, ssl_context
 from router.placing.log import PlacementLog
 from router.placing.placement import Placement, PlacementRequest, place
@@ -117,7 +118,7 @@ class Router:
             )
         fingerprint_of = dummy_fingerprint if config.load_format == "dummy" else model_fingerprint
         self._fingerprint = fingerprint_of(config.model, architecture=config.architecture)
-        self._redis, self._index_redis = connect(config.redis_url), connect(config.redis_url)
+        self._redis, self._index_redis, self._response_redis = (connect(config.redis_url) for _ in range(3))
         self._clock = SharedClock()
 
         # Who serves: the workers, and what they hold.
@@ -201,6 +202,7 @@ class Router:
         )
         self._server = self._grpc_server()
         self.batches = self._open_batches()
+        self.responses = self._open_responses()
         self._http = None if config.port == -1 else self._http_server()
         self._admin = None if config.admin_port == -1 else self._admin_server()
 
@@ -283,6 +285,7 @@ class Router:
             tracer=self.tracer,
             batches=self.batches,
             parser=BodyParser(self._quota),
+            responses=self.responses,
         )
         if self.batches is not None:
             self.batches.answer_with(BatchEndpoints(front))
@@ -332,6 +335,22 @@ class Router:
             one_account=not self.access.enabled,
         )
         return Batches(batch_config, redis=self._redis, router_id=self.router_id, metrics=self._metrics_registry, clock=self._clock)
+
+    def _open_responses(self) -> ResponseStore | None:
+        config = self.config
+        if not config.response_ttl or config.port == -1:
+            return None
+        # Over a connection of its own: long answers on their way delay nothing else.
+        store = ResponseStore(
+            SharedConnection(self._response_redis),
+            self._secret,
+            ttl_s=config.response_ttl,
+            total_bytes=config.response_bytes,
+            most_recalled_bytes=config.max_body_bytes,
+            is_known=self.access.is_known if self.access.enabled else None,
+        )
+        self.access.on_gone = store.forget_key
+        return store
 
     # ---- its life -------------------------------------------------------------------------------------------------------
 
@@ -384,6 +403,7 @@ class Router:
         collecting = collect_in_quiet_moments(lambda: time.monotonic_ns() if self.admission.num_inflight else 0)
         running = [self.registry.run(), self.quota_share.run(), self.demand.run(), self.access.run(), self.inference.cut_stuck_clients()]
         running += [] if self.batches is None else [self.batches.run()]
+        running += [] if self.responses is None else [self.responses.run()]
         for work in (*running, self._tick(), self._scaling.run(), self.board.run(), collecting):
             self._keep(work)
         config, model = self.config, self.inference.model_name
@@ -416,7 +436,7 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for part in (self.batches, self._index, self.pool, self._grammars, self._renderer):
+        for part in (self.batches, self.responses, self._index, self.pool, self._grammars, self._renderer):
             if part is not None:
                 await part.close()
         self.inference.prompts.close()
@@ -424,6 +444,7 @@ class Router:
             self._hold_back.close()
         await self._redis.aclose()
         await self._index_redis.aclose()
+        await self._response_redis.aclose()
         for writer in (self._metrics_server, self._placement_log):
             if writer is not None:
                 await asyncio.to_thread(writer.close)

@@ -40,6 +40,8 @@ class Access:
         self._table = KeyTable()
         self._accounts: dict[str, Account] = {}
         self._complained = ""
+        # Is called with the id of a key that is there no more.
+        self.on_gone: Callable[[str], None] = lambda key_id: None
         # A look that began before a change must not end after the one behind it: a revoked key would be back for a moment.
         self._looking = asyncio.Lock()
 
@@ -163,6 +165,9 @@ class Access:
         """Returns these tenants' accounts, of keys that are in force, in no particular order."""
         return [each for each in self._accounts.values() if each.key.whose in tenants and not each.key.disabled]
 
+    def is_known(self, key_id: str) -> bool:
+        return key_id in self._accounts
+
     def account(self, key_id: str) -> Account:
         """Raises NotFound."""
         try:
@@ -196,8 +201,10 @@ class Access:
             elif account.key != key:
                 account.change(key)
             accounts[key.id] = account
-        unknown = accounts.keys() - self._accounts.keys()
+        unknown, gone = accounts.keys() - self._accounts.keys(), self._accounts.keys() - accounts.keys()
         self._table, self._accounts = table, accounts
         if unknown:
             # Others may have served them already; and a file that was empty for a moment is no new day.
             self._share.recall(unknown)
+        for key_id in gone:
+            self.on_gone(key_id)

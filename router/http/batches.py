@@ -27,7 +27,7 @@ from router.http.chat import ChatGeneration
 from router.http.completions import CompletionGeneration
 from router.http.embeddings import HttpEmbeddings
 from router.http.errors import HttpError, body_of
-from router.http.front import FRONT, IDENTITY, Front, parsed
+from router.http.front import FRONT, IDENTITY, Front, parsed, tenant_name
 from router.http.generation import HttpCall, HttpGeneration
 from router.http.openapi import Described
 from router.http.request_bodies import ChatBody, CompletionBody, EmbeddingBody
@@ -35,8 +35,6 @@ from router.http.responses import ResponsesGeneration
 from router.http.responses_body import ResponsesBody
 from router.http.whole_answer import ENCODER, INLINE_BYTES, AnswerEncoder, WholeAnswer
 from router.json_pieces import json_pieces, small
-from router.request.targets import tenant_of
-from twostep.rpc.v1 import inference_pb2 as pb
 
 MIN_LIFE_S, MAX_LIFE_S = 3600, 2_592_000
 MAX_METADATA = 16
@@ -164,11 +162,6 @@ def batches_of(request: web.Request) -> Batches:
     return batches
 
 
-def tenant_name(identity: Identity) -> str:
-    """Returns the name by which the caller's files are kept apart from others'. Raises InvalidRequest."""
-    return tenant_of(pb.GenerateRequest(), identity.tenant) or identity.fallback
-
-
 def owner(request: web.Request) -> str:
     return owner_of(tenant_name(request[IDENTITY]))
 
@@ -183,10 +176,13 @@ def query_of(kind: type[AnyQuery], request: web.Request) -> AnyQuery:
     return parse_body(kind, json.dumps(given).encode())
 
 
-async def listed(request: web.Request, data: Sequence[Mapping[str, Any]], *, has_more: bool) -> web.StreamResponse:
+async def listed(
+    request: web.Request, data: Sequence[Mapping[str, Any]], *, has_more: bool, num_bytes: int | None = None
+) -> web.StreamResponse:
+    """`num_bytes`: of entries that are longer than those of files and batches."""
     ids = [data[0]["id"], data[-1]["id"]] if data else [None, None]
     body = {"object": "list", "data": small(iter(data)), "first_id": ids[0], "last_id": ids[1], "has_more": has_more}
-    return await request.app[ENCODER].respond(request, WholeAnswer({}, _LISTED_BYTES * len(data), json_pieces(body)))
+    return await request.app[ENCODER].respond(request, WholeAnswer({}, num_bytes or _LISTED_BYTES * len(data), json_pieces(body)))
 
 
 # ---- what batches ask ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,11 +132,12 @@ class BlockAnswer:
         *,
         with_reasoning: bool,
         send: Send | None,
+        keep: Callable[[BlockAnswer], Awaitable[None]] | None = None,
     ) -> None:
-        """`holding`: what is kept is counted there."""
+        """`holding`: what is kept is counted there. `keep`: is awaited before the end is told."""
         self._wanted = wanted
         self._dialect, self._holding = dialect, holding
-        self._with_reasoning, self._send = with_reasoning, send
+        self._with_reasoning, self._send, self._keep = with_reasoning, send, keep
         self._keeps = send is None or dialect.tells_again
         self._begun = self._thinking = False
         # Those of tokens whose text has not come yet.
@@ -179,6 +180,8 @@ class BlockAnswer:
         if self.blocks:
             self.blocks[-1].cut = _was_cut(self.blocks[-1], end, in_json=self._dialect.in_json)
         self._count()
+        if self._keep is not None:
+            await self._keep(self)
         await self._tell(chain(events, self._close(), self._last(end)))
 
     def _last(self, end: pb.End) -> Iterator[Event]:
@@ -268,7 +271,10 @@ class BlockGeneration(ChatGeneration[AnyChat]):
             await self._ask([self._answer(holding, send)])
 
     def _answer(self, holding: Holding, send: Send | None) -> BlockAnswer:
-        return BlockAnswer(self.dialect, self.wanted, holding, with_reasoning=self.with_reasoning, send=send)
+        return BlockAnswer(self.dialect, self.wanted, holding, with_reasoning=self.with_reasoning, send=send, keep=self.keep)
+
+    async def keep(self, answer: BlockAnswer) -> None:
+        """Stores an ended answer for later requests, where the API has them. A failure to store leaves the answer as it is."""
 
     @property
     def ping(self) -> bytes:

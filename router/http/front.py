@@ -15,12 +15,15 @@ from router.access.control import Access
 from router.batches.service import Batches
 from router.http.bodies import BODIES, json_body
 from router.http.body_parser import BodyParser
+from router.http.response_store import ResponseStore
 from router.request.job import Metadata
+from router.request.targets import tenant_of
 from router.serving.inference import Inference
 from router.status.board import StatusBoard
 from router.status.request_book import RequestBook
 from twostep.metrics.registry import MetricsRegistry
 from twostep.process.tracing import Span, Tracer
+from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.chat_format import ChatFormat
 from twostep.text.model_card import ModelCard
 from twostep.text.tokenizer import TokenBytes, Tokenizer
@@ -55,6 +58,7 @@ class Front:
     allowed_origins: Collection[str] = ()
     tracer: Tracer | None = None
     batches: Batches | None = None
+    responses: ResponseStore | None = None
     parser: BodyParser
 
 
@@ -75,6 +79,11 @@ def forwarded(request: web.Request) -> Metadata:
         return span.metadata
     given = ((name, request.headers.get(name, "")) for name in _FORWARDED)
     return tuple((name, value) for name, value in given if _SENDABLE.fullmatch(value))
+
+
+def tenant_name(identity: Identity) -> str:
+    """Returns the name by which what the caller keeps here is kept apart from others'. Raises InvalidRequest."""
+    return tenant_of(pb.GenerateRequest(), identity.tenant) or identity.fallback
 
 
 async def parsed(request: web.Request, read: Callable[[bytes], T]) -> T:

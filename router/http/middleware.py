@@ -95,7 +95,8 @@ _OPEN_FOLDER, _CLOSED_FOLDER = "/ui/", "/ui/api/"
 # Calls that a limit of requests counts: those that cost more than a look.
 _COUNTED = frozenset(
     {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/responses", "/v1/responses/input_tokens"),
         *("/v1/embeddings", "/v1/files", "/v1/batches", "/tokenize", "/detokenize"),
     }
 )

@@ -1,27 +1,32 @@
-"""POST /v1/responses: OpenAI's Responses API, without its memory. Nothing of an answer is kept; clients send all items each time."""
+"""POST /v1/responses: OpenAI's Responses API. Answers are stored for later turns (router/http/response_store.py), unless the client says
+`store: false`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from aiohttp import web
 
-from router.http.blocks import Block, BlockGeneration, Dialect, Event, Kind
+from router.access.account import Identity
+from router.http.blocks import Block, BlockAnswer, BlockGeneration, Dialect, Event, Kind
 from router.http.choices import finish_of
 from router.http.errors import HttpError, body_of
-from router.http.front import Front
+from router.http.front import Front, tenant_name
 from router.http.generation import HEADERS, HttpCall, respond
 from router.http.logprobs import ChatLogprobsWriter, KeptLogprobs
 from router.http.offered_tools import Choice, flat_name
 from router.http.openapi import Described
-from router.http.request_bodies import JsonFormat, JsonObjectFormat, function_text
+from router.http.request_bodies import JsonFormat, JsonObjectFormat, adapt_roles, function_text
 from router.http.response_items import joined, reference_of
+from router.http.response_store import Owner, Recalled
 from router.http.responses_body import ResponsesBody
 from router.http.sse import KEEP_ALIVE
 from router.http.whole_answer import EMPTY
-from router.json_pieces import Json, small
+from router.json_pieces import Json, json_pieces, small
 from twostep.rpc.v1 import inference_pb2 as pb
 
 routes = web.RouteTableDef()
@@ -36,32 +41,76 @@ async def responses(request: web.Request) -> web.StreamResponse:
 class ResponsesGeneration(BlockGeneration[ResponsesBody]):
     """See HttpGeneration."""
 
+    dialect: ResponsesDialect
+
     prefix, object, chunk_object = "resp", "response", "response"
 
     def __init__(self, front: Front, body: ResponsesBody, call: HttpCall) -> None:
         super().__init__(front, body, call)
+        self.id = f"resp_{uuid4().hex}"
+        self._recalled = Recalled([], [], [])
         logprobs = None if body.num_logprobs is None else ChatLogprobsWriter(self.names)
         in_json = isinstance(body.response_format, JsonFormat | JsonObjectFormat)
         namespaces = {tool.name: tool.namespace for tool in body.offered.functions if tool.namespace}
         self.dialect = ResponsesDialect(
             {"id": self.id, **self._request_fields()},
-            self.id.removeprefix("resp-"),
+            self.name,
             logprobs,
+            stored=body.store is not False and front.responses is not None,
             namespaces=namespaces,
             in_json=in_json,
             must_call=self.tools.must,
         )
 
+    @property
+    def name(self) -> str:
+        """The id without its prefix: items are called after it."""
+        return self.id.removeprefix("resp_")
+
     async def conversation(self) -> pb.Chat:
-        chat = await super().conversation()
-        if self.body.previous_response_id is not None:
-            raise _not_kept("previous_response_id")
-        if any(reference_of(part) for part in chat.messages):
-            raise _not_kept("input")
-        messages = joined(chat.messages)
-        del chat.messages[:]
-        chat.messages.extend(messages)
-        return chat
+        """See ChatGeneration. Raises HttpError 400 and 404, Unavailable for what is not stored."""
+        chat, previous = await super().conversation(), self.body.previous_response_id
+        num_opening = len(pb.Chat.FromString(self.body.opening).messages)
+        opening, own = chat.messages[:num_opening], chat.messages[num_opening:]
+        if previous is None and not any(reference_of(part) for part in own):
+            self._recalled = Recalled([], [], list(own))
+        elif self.front.responses is None:
+            param = "input" if previous is None else "previous_response_id"
+            message = f"{param} refers to an earlier answer, and this router stores none; send the items so far as `input`"
+            raise HttpError(400, message, param=param, code="unsupported_parameter")
+        else:
+            self._recalled = await self.front.responses.recall(owner_of(self.call.identity), previous, own, seconds=self._left_s())
+        whole = pb.Chat()
+        whole.CopyFrom(chat)
+        del whole.messages[:]
+        # What is joined is changed, and what is stored later is not.
+        parts = pb.Chat(messages=[*opening, *self._recalled.before, *self._recalled.own]).messages
+        whole.messages.extend(joined(parts))
+        adapt_roles(whole, self.front.card.chat_template)
+        return whole
+
+    async def keep(self, answer: BlockAnswer) -> None:
+        store, dialect = self.front.responses, self.dialect
+        if store is None or not dialect.stored or (self._is_line and not self.body.store):
+            dialect.stored = False
+            return
+        own = self._recalled.own
+        fragments = pb.Chat(messages=[*own, *(_fragment(block) for block in answer.blocks)])
+        fields = dialect.whole(answer.blocks, answer.finished)
+        dialect.stored = await store.keep(
+            owner_of(self.call.identity),
+            self.name,
+            previous=self._recalled.names,
+            num_input=len(own),
+            fragments=fragments,
+            pieces=json_pieces(fields),
+            num_bytes=answer.num_json_bytes + sum(len(tool.text) for tool in self.body.offered.functions) + len(self.body.opening),
+            seconds=self._left_s(),
+        )
+
+    def _left_s(self) -> float:
+        """Returns how much of the request's own time is left."""
+        return self.call.received + self.timeout_s - time.monotonic()
 
     def _request_fields(self) -> dict[str, Any]:
         """Returns what of the request its answer repeats."""
@@ -76,10 +125,9 @@ class ResponsesGeneration(BlockGeneration[ResponsesBody]):
             "max_tool_calls": None,
             "metadata": Json(body.metadata or "{}"),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning_effort, "summary": None},
             "service_tier": self.common.get("service_tier", "default"),
-            "store": False,
             "temperature": defaults.temperature if body.temperature is None else body.temperature,
             "text": {"format": self._format()},
             "tool_choice": _choice(body.tool_choice or Choice("auto")),
@@ -99,9 +147,21 @@ class ResponsesGeneration(BlockGeneration[ResponsesBody]):
         return {"type": "text"} if given is None else given.model_dump()
 
 
-def _not_kept(param: str) -> HttpError:
-    message = f"{param} refers to an earlier answer, and answers are not kept: send the items so far as `input`"
-    return HttpError(400, message, param=param, code="unsupported_parameter")
+def owner_of(identity: Identity) -> Owner:
+    """Raises InvalidRequest for a tenant that is no name."""
+    return Owner(identity.key_id, tenant_name(identity))
+
+
+def _fragment(block: Block) -> pb.ChatMessage:
+    """Returns what later turns have of a block."""
+    text = str(block.text)
+    match block.kind:
+        case Kind.REASONING:
+            return pb.ChatMessage(role="assistant", reasoning=text)
+        case Kind.TEXT:
+            return pb.ChatMessage(role="assistant", content=text)
+        case Kind.CALL:
+            return pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id=block.id, name=block.name, arguments=text)])
 
 
 def _choice(choice: Choice) -> Any:
@@ -129,15 +189,16 @@ class ResponsesDialect(Dialect):
         name: str,
         logprobs: ChatLogprobsWriter | None,
         *,
+        stored: bool = False,
         namespaces: Mapping[str, str] = EMPTY,
         in_json: bool = False,
         must_call: bool = False,
     ) -> None:
         """`response`: fields that the answer always has. `name`: its items are called after it. `logprobs` None: none were asked for.
-        `namespaces`: of functions that belong to one, by the names that the model calls them by. `in_json`, `must_call`: what the answer
-        is held to."""
+        `stored`: what the answer says of `store`. `namespaces`: of functions that belong to one, by the names that the model calls them
+        by. `in_json`, `must_call`: what the answer is held to."""
         self._response, self._name, self._logprobs, self._namespaces = response, name, logprobs, namespaces
-        self.in_json, self._must_call = in_json, must_call
+        self.in_json, self._must_call, self.stored = in_json, must_call, stored
         self._numbers = count()
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
@@ -199,7 +260,7 @@ class ResponsesDialect(Dialect):
 
     def _response_with(self, status: str, **others: Any) -> dict[str, Any]:
         nothing = {"error": None, "incomplete_details": None, "output": (), "usage": None}
-        return {**self._response, "status": status, **nothing, **others}
+        return {**self._response, "store": self.stored, "status": status, **nothing, **others}
 
     def _event(self, name: str, /, **fields: Any) -> Event:
         return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from router.http import batches, chat, completions, embeddings, messages, openapi, responses, system, tokens, ui
+from router.http import batches, chat, completions, embeddings, messages, openapi, responses, stored_responses, system, tokens, ui
 from router.http.bodies import BODIES, Bodies
 from router.http.connections import WRITE_TIMEOUT_S, Connections, at_work, cut_unread
 from router.http.errors import errors
@@ -147,7 +147,7 @@ def make_app(front: Front, origins: Origins) -> web.Application:
     count(app)
     app[ANSWERS], app[ENCODER] = Answers(), AnswerEncoder()
     app[ui.PAGE] = ui.load_page()
-    for module in (chat, completions, embeddings, responses, messages, batches, tokens, system, openapi, ui):
+    for module in (chat, completions, embeddings, responses, stored_responses, messages, batches, tokens, system, openapi, ui):
         app.add_routes(module.routes)
     openapi.describe(app)
     return app

@@ -318,7 +318,6 @@ async def test_log_probabilities_of_a_response(hermes: Cluster) -> None:
         (RESPONSES, {"background": True}, "background"),
         (RESPONSES, {"max_tokens": 5}, "max_tokens"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         (RESPONSES, {"input": []}, "input"),
         (MESSAGES, {"max_tokens": None}, "max_tokens"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),

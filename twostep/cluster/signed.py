@@ -20,6 +20,7 @@ RECORDS = "twostep.redis.worker.v1"
 DECISIONS = "twostep.redis.decision.v1"
 DEMAND = "twostep.redis.demand.v1"
 API_KEYS = "twostep.redis.api-keys.v1"
+RESPONSES = "twostep.redis.responses.v1"
 
 _DIGITS = 2 * hashlib.sha256().digest_size
 _HEAD, _TAIL = ',"mac":"', '"}'

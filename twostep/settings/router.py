@@ -12,6 +12,7 @@ from twostep.settings.readers import (
     OPTIONAL_PORT,
     PORT,
     SECONDS,
+    SECONDS_OR_NONE,
     Number,
     Whole,
     allowed_hosts,
@@ -159,6 +160,19 @@ class RouterSettings(TracedServiceSettings):
         metavar="BYTES",
     )
     file_retention_days: int = setting(30, "files and ended batches are kept so long", Whole(1, 36_500))
+
+    # ---- answers of /v1/responses that later requests refer to ----
+    response_ttl: float = setting(
+        3600.0,
+        "answers of /v1/responses stay in Redis so long after their last use, for their API key alone; 0: none is stored",
+        SECONDS_OR_NONE,
+    )
+    response_bytes: int = setting(
+        256 << 20,
+        "most that they have of Redis, half of its maxmemory in any case; an eighth of it for one API key",
+        Whole(0, 1 << 50),
+        metavar="BYTES",
+    )
 
     # ---- what requests say and what answers are ----
     default_max_tokens: int = setting(
