@@ -66,19 +66,24 @@ def run(runner: ModelRunner, work: Sequence[EngineRequest]) -> tuple[dict[str, l
     return tokens, failed
 
 
+def mixed(long: Sequence[EngineRequest], short: Sequence[EngineRequest]) -> list[EngineRequest]:
+    return [long[0], short[0], long[1], short[1], long[2]]
+
+
 def check(runner: ModelRunner) -> None:
     assert gives_tokens(runner)
     neighbours = requests(3)
-    want, failed = run(runner, neighbours)
+    options: list[dict[str, Any]] = [{"temperature": 0.0, "logprobs": 3}, {"temperature": 1.0, "presence_penalty": 1.0, "top_p": 0.5}]
+    # Harmless prompts as long as the poisoned ones give steps the same shapes: over quantized KV, where a prompt is cut changes its KV.
+    want, failed = run(runner, mixed(neighbours, [request_of(f"s{i}", [5, 8, 7 + i], max_tokens=1, **options[i]) for i in range(2)]))
     assert not failed
     # Leave blocks full of NaN to the requests that come next.
     poison = [request_of(f"p{i}", [5, BROKEN, 7] * LENGTH, temperature=0.0) for i in range(2)]
     assert run(runner, poison) == ({}, dict.fromkeys(("p0", "p1"), FailureKind.NO_TOKEN))
-    options: list[dict[str, Any]] = [{"temperature": 0.0, "logprobs": 3}, {"temperature": 1.0, "presence_penalty": 1.0, "top_p": 0.5}]
-    short = [request_of(f"s{i}", [5, BROKEN, 7 + i], **option) for i, option in enumerate(options)]
-    got, failed = run(runner, [neighbours[0], short[0], neighbours[1], short[1], neighbours[2]])
+    short = [request_of(f"s{i}", [5, BROKEN, 7 + i], **options[i]) for i in range(2)]
+    got, failed = run(runner, mixed(neighbours, short))
     assert failed == dict.fromkeys(("s0", "s1"), FailureKind.NO_TOKEN)
-    assert got == want
+    assert got == {name: tokens for name, tokens in want.items() if name not in failed}
     assert gives_tokens(runner)
 
 

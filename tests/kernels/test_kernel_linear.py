@@ -185,10 +185,13 @@ def test_two_layers_and_the_norm_between(tokens: int) -> None:
     first, then = (torch.randn(*shape, device=DEVICE).mul(0.1).to(dtype) for shape in ((64, 192), (40, 64)))
     x, residual = torch.randn(tokens, 192, device=DEVICE).to(dtype), torch.randn(tokens, 64, device=DEVICE).to(dtype)
     weight = torch.randn(64, device=DEVICE).to(dtype)
-    total = residual.double() + x.double() @ first.double().T
+    product = x.double() @ first.double().T
+    total = residual.double() + product
+    # Some kernels round the product before it is added.
+    limit = tolerance(dtype)["rtol"] * (total.abs() + product.abs())
     normed = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     got = ops.join_rms_norm(ops.prepare_linear(first, None), x, residual, weight, 1e-5, ops.prepare_linear(then, None))
-    torch.testing.assert_close(residual.double(), total, **tolerance(dtype))
+    assert ((residual.double() - total).abs() <= limit).all()
     torch.testing.assert_close(got.double(), normed @ then.double().T, **tolerance(dtype, roundings=5))
 
 

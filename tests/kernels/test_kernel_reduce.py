@@ -16,6 +16,10 @@ def exchanges(size: int, width: int, dtype: torch.dtype, max_rows: int) -> tuple
     return [RowExchange(addresses, rank, max_rows=max_rows) for rank in range(size)], inboxes
 
 
+def normed(wide: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
 @pytest.mark.parametrize(
     ("size", "width", "dtype"), [(2, 24, torch.float32), (2, 70, torch.float16), (4, 134, torch.bfloat16), (8, 64, torch.bfloat16)], ids=str
 )
@@ -32,8 +36,7 @@ def test_all_ranks_have_the_sum_added_and_normed_with_the_same_bits(size: int, w
         results = [exchange.add_rms_norm(terms[rank], residuals[rank], weight, 1e-3, push=False) for rank, exchange in enumerate(ranks)]
         want = before.double() + sum(term.double() for term in terms)
         torch.testing.assert_close(residuals[0].double(), want, **tolerance(dtype))
-        normed = want / (want.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
-        torch.testing.assert_close(results[0].double(), normed, **tolerance(dtype))
+        torch.testing.assert_close(results[0].double(), normed(residuals[0].double(), weight, 1e-3), **tolerance(dtype))
         for rank in range(1, size):
             assert torch.equal(residuals[rank], residuals[0])
             assert torch.equal(results[rank], results[0])
@@ -48,13 +51,9 @@ def test_the_sum_may_be_normed_before_it_is_added() -> None:
         exchange.add_rms_norm(terms[rank], before.clone(), w2, 1e-3, first_weight=w1, pull=False)
     residual = before.clone()
     got = ranks[1].add_rms_norm(terms[1], residual, w2, 1e-3, first_weight=w1, push=False)
-
-    def normed(wide: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
-
-    want = before.double() + normed(terms[0].double() + terms[1].double(), w1)
+    want = before.double() + normed(terms[0].double() + terms[1].double(), w1, 1e-3)
     torch.testing.assert_close(residual.double(), want, **tolerance(torch.bfloat16))
-    torch.testing.assert_close(got.double(), normed(residual.double(), w2), **tolerance(torch.bfloat16))
+    torch.testing.assert_close(got.double(), normed(residual.double(), w2, 1e-3), **tolerance(torch.bfloat16))
 
 
 def test_parts_of_a_term_are_added_before_they_are_exchanged() -> None:
