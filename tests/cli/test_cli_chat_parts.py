@@ -10,9 +10,10 @@ import pytest
 from twostep.cli import _input_history
 from twostep.cli._chat import AnswerSpeed, read_message
 from twostep.cli._chat_session import ChatSession, commands
-from twostep.cli._terminal import clipped, harmless, width_of
+from twostep.cli._terminal import clipped, width_of
 from twostep.client import Message, Piece
 from twostep.errors import InvalidRequest
+from twostep.process.printable import harmless
 
 
 def test_widths_and_clips() -> None:

@@ -21,7 +21,7 @@ from twostep.errors import SetupError
 from twostep.local import ports
 from twostep.local.ports import free_ports
 from twostep.local.run import LogFollower
-from twostep.local.supervisor import Component, ComponentFailed, Observer, Process, Supervisor, until_interrupted
+from twostep.local.supervisor import Component, ComponentFailed, Observer, Process, Supervisor, tail, until_interrupted
 from twostep.process.ending import how_it_ended, oom_kills
 from twostep.process.ports import check_free
 
@@ -387,3 +387,15 @@ def test_report_and_followed_logs(tmp_path: Path) -> None:
     for _ in range(2):
         follower.poll()
     assert lines == ["    router | one", "    router | two", "    router | half"]
+
+
+def test_no_log_commands_the_terminal(tmp_path: Path) -> None:
+    lines: list[str] = []
+    follower = LogFollower(tmp_path, lines.append)
+    (tmp_path / "router.log").write_bytes(b"\x1b[31mred\x1b[0m\x1b[2J \x1b]0;title\x07 \xc2\x9b1m\r\x00\n" + b"x" * (1 << 18))
+    for _ in range(8):
+        follower.poll()
+    assert lines[0].endswith("| red\u241b[2J \u241b]0;title\u2407 \ufffd1m\u2400")
+    assert all(char == "\t" or char.isprintable() for line in lines for char in line)
+    assert sum(line.count("x") for line in lines) >= 3 << 16, "a line without end is not kept"
+    assert all(char == "\t" or char.isprintable() for line in tail(tmp_path / "router.log", 1) for char in line)

@@ -57,6 +57,12 @@ def test_a_traceback_comes_behind_the_id() -> None:
     assert rest[-1] == "RuntimeError: why"
 
 
+def test_no_line_commands_a_terminal() -> None:
+    plain, line = lines(record("%s", "\x1b[2J\x9b1m\tend"))
+    assert plain.endswith("\u241b[2J\ufffd1m\tend")
+    assert "\x9b" not in line["message"]
+
+
 def test_tasks_inherit_it_and_their_neighbours_do_not() -> None:
     async def child() -> str:
         await asyncio.sleep(0)

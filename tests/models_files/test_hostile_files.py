@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from twostep.checkpoint.directory import read_header, weight_files
+from twostep.checkpoint.embedding_format import EmbeddingFormat
 from twostep.checkpoint.fingerprint import model_fingerprint
 from twostep.errors import InvalidRequest, SetupError
 from twostep.model.families.registry import parse_config
@@ -226,3 +229,49 @@ def test_a_tokenizer_that_gives_up_on_a_text_refuses_it(model_dir: Path) -> None
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"(x+x+)+y"), "isolated")
     with pytest.raises(InvalidRequest):
         Tokenizer(inner).encode("x" * 40)
+
+
+def _is_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        # The path may be too long for an address.
+        here = os.open(path.parent, os.O_DIRECTORY)
+        sock.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
+
+
+def _read_all(model_dir: Path) -> None:
+    """Everything that routers and workers read of a directory."""
+    parse_config(model_dir)
+    ModelCard.load(model_dir)
+    Tokenizer.load(model_dir)
+    EmbeddingFormat.load(model_dir)
+    model_fingerprint(model_dir)
+    stored_tensors(model_dir)
+
+
+FILES = (
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "modules.json", "1_Pooling/config.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"),
+    *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [*((name, os.mkfifo) for name in FILES), ("tokenizer.json", _is_socket), ("chat_template.jinja", os.mkdir)]
+)
+def test_what_is_no_file_is_refused_by_name(model_dir: Path, name: str, make: Callable[[Path], None]) -> None:
+    path = model_dir / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if name == "chat_template.json":
+        (model_dir / "chat_template.jinja").unlink()
+    if name == "model.safetensors.index.json":
+        (model_dir / "model.safetensors").unlink()
+    make(path)
+    assert str(path) in refused(lambda: _read_all(model_dir))
+
+
+def test_a_gguf_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    assert "m.gguf" in refused(lambda: check_gguf(tmp_path / "m.gguf"))

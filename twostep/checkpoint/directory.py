@@ -8,10 +8,11 @@ Layout of a safetensors file:
 from __future__ import annotations
 
 import json
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from twostep.errors import SetupError
 
@@ -47,6 +48,39 @@ class SafetensorsHeader:
     num_bytes: int  # of the whole file
 
 
+# Files that are none: reading them may never end, or change a device.
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def has_file(path: Path) -> bool:
+    """Returns whether a model directory has this file. Raises SetupError where something else has its name."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    _check_regular(path, mode)
+    return True
+
+
+def open_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """Opens a file of a model directory to be read. Raises what `open` raises, and SetupError for a FIFO, a socket, a device or a
+    directory."""
+    _check_regular(path, path.stat().st_mode)
+    return path.open("rb", buffering)
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+        raise SetupError(f"{path} is {kind}; put the model's own file there, or remove it")
+
+
 def read_json(path: Path, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """A JSON object of a model directory. Raises SetupError, naming the file, if it is missing, unreadable, too large or no object."""
     if not path.parent.is_dir():
@@ -70,7 +104,7 @@ def read_optional_json(path: Path, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[
 def read_text(path: Path, *, max_bytes: int) -> str:
     """A file of a model directory. Raises SetupError, naming it, if it is missing, unreadable, no text or longer."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             # No more than there is: a buffer is taken for all that is asked for.
             raw = file.read(min(path.stat().st_size, max_bytes) + 1)
     except FileNotFoundError as error:
@@ -90,9 +124,9 @@ def weight_files(model_dir: Path) -> list[Path]:
 
     Raises SetupError if there is neither, or a shard is missing."""
     single, index = model_dir / SINGLE, model_dir / INDEX
-    if single.is_file():
+    if has_file(single):
         return [single]
-    if not index.is_file():
+    if not has_file(index):
         raise SetupError(
             f"{model_dir} has neither {SINGLE} nor {INDEX}; only safetensors weights are read: "
             "download them, or convert other formats with transformers' save_pretrained"
@@ -100,7 +134,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     shards = [model_dir / name for name in sorted(set(read_weight_map(index).values()))]
     if len(shards) > _MAX_SHARDS:
         raise SetupError(f"{index} names {len(shards)} shards, more than {_MAX_SHARDS}; download it again")
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    missing = [shard.name for shard in shards if not has_file(shard)]
     if missing:
         more = f" and {len(missing) - _SHOWN_NAMES} more" if len(missing) > _SHOWN_NAMES else ""
         raise SetupError(f"{index} names {', '.join(missing[:_SHOWN_NAMES])}{more}, not there; download the missing shards")
@@ -125,7 +159,7 @@ def read_header(path: Path) -> SafetensorsHeader:
     Raises SetupError for a corrupt or truncated file."""
     try:
         num_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
             front = file.read(8)
             size = struct.unpack("<Q", front)[0] if len(front) == 8 else 0
             if not 0 < size <= min(_MAX_HEADER_BYTES, num_bytes - 8):

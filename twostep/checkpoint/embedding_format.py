@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twostep.checkpoint.directory import read_json, read_optional_json, read_text
+from twostep.checkpoint.directory import has_file, read_json, read_optional_json, read_text
 from twostep.errors import InvalidRequest, SetupError
 from twostep.pooling import Pooling
 
@@ -73,13 +73,13 @@ def is_made_for_embeddings(model_dir: Path) -> bool:
     sentence-transformers needs."""
     names = read_json(model_dir / "config.json").get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
-    return (name.endswith("Model") and not name.endswith("LMHeadModel")) or (model_dir / MODULES).is_file()
+    return (name.endswith("Model") and not name.endswith("LMHeadModel")) or has_file(model_dir / MODULES)
 
 
 def _modules(model_dir: Path) -> list[str] | None:
     """Returns the kinds of the parts. None: there is no such file."""
     path = model_dir / MODULES
-    if not path.is_file():
+    if not has_file(path):
         return None
     try:
         found = json.loads(read_text(path, max_bytes=_MAX_JSON_BYTES))

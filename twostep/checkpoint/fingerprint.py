@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from twostep.checkpoint.config_file import read_config
-from twostep.checkpoint.directory import read_header, weight_files
+from twostep.checkpoint.directory import has_file, open_file, read_header, weight_files
 from twostep.checkpoint.quantization import QUANTIZATION_FILES
 from twostep.errors import SetupError
 
@@ -34,17 +34,17 @@ def model_fingerprint(model_dir: Path, architecture: str = "") -> str:
     _add(digest, json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
     tokenizer = model_dir / "tokenizer.json"
     try:
-        _add(digest, tokenizer.read_bytes())
+        _add(digest, _read(tokenizer))
         for name in QUANTIZATION_FILES:
-            if (model_dir / name).is_file():
-                _add(digest, (model_dir / name).read_bytes())
+            if has_file(model_dir / name):
+                _add(digest, _read(model_dir / name))
         for path in weight_files(model_dir):
             header = read_header(path)
             _add(digest, path.name.encode())
             _add(digest, struct.pack("<Q", header.num_bytes))
             _add(digest, header.raw)
             last = max(header.data_start, header.num_bytes - _SAMPLE_BYTES)
-            with path.open("rb", buffering=0) as file:
+            with open_file(path, buffering=0) as file:
                 for i in range(_SAMPLES_PER_FILE):
                     file.seek(header.data_start + (last - header.data_start) * i // (_SAMPLES_PER_FILE - 1))
                     _add(digest, file.read(_SAMPLE_BYTES))
@@ -79,6 +79,11 @@ def is_same_model(wanted: str, found: str) -> bool:
     if wanted.startswith(any_kind):
         return found.startswith(_DUMMY) and found.endswith(wanted.removeprefix(any_kind))
     return found == wanted
+
+
+def _read(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read()
 
 
 def _add(digest: hashlib._Hash, part: bytes) -> None:

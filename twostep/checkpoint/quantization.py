@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from twostep.checkpoint.directory import read_json
+from twostep.checkpoint.directory import has_file, read_json
 from twostep.checkpoint.fields import Fields
 from twostep.checkpoint.linear_format import AWQ, GPTQ, GPTQ_V2, MXFP4, PACKED, PLAIN, PLAIN_BLOCKS, Activations, LinearFormat
 from twostep.errors import SetupError
@@ -131,7 +131,7 @@ def read_quantization(model_dir: Path, config: Mapping[str, Any]) -> Quantizatio
                 Fields(model_dir / "config.json", {}).refuse(key, raw, "it must be a JSON object")
             found.append(_parse(model_dir / "config.json", f"{key}.", raw, "compressed-tensors" if key == QUANTIZATION_KEYS[1] else ""))
     for name, method in QUANTIZATION_FILES.items():
-        if (path := model_dir / name).is_file():
+        if has_file(path := model_dir / name):
             raw = read_json(path)
             inner = raw.get("quantization")
             found.append(_parse(path, "", inner if method == "modelopt" and isinstance(inner, dict) else raw, method))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from twostep.cli._extras import require_worker_extra
 from twostep.cli._flags import parser
 from twostep.errors import TwostepError, Unauthenticated, WrongSettings
+from twostep.process.printable import harmless
 from twostep.settings.reading import check_variables
 
 INTERRUPTED = 130
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except TwostepError as error:
         # Whoever refused speaks of headers; here a key is given otherwise.
         here = "; here: TWOSTEP_API_KEY, or --api-key" if isinstance(error, Unauthenticated) and "api_key" in args else ""
-        print(f"twostep: {error.message}{here}", file=sys.stderr)
+        print(f"twostep: {harmless(error.message)}{here}", file=sys.stderr)
         status = 2 if isinstance(error, WrongSettings) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)

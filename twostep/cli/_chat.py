@@ -18,9 +18,10 @@ from twostep.cli import _input_history
 from twostep.cli._chat_session import ChatSession, commands
 from twostep.cli._connect import client_of
 from twostep.cli._flags import sampling_of, urgency_of
-from twostep.cli._terminal import Terminal, clipped, harmless, unechoed
+from twostep.cli._terminal import Terminal, clipped, unechoed
 from twostep.client import Client, Generation, Piece, SamplingOptions
 from twostep.errors import InvalidRequest, TwostepError
+from twostep.process.printable import harmless
 
 _TICK_S = 0.1
 _MAX_QUEUED_PIECES = 1024

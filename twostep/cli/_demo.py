@@ -7,11 +7,11 @@ import asyncio
 import os
 import time
 
-from twostep.cli._terminal import harmless
 from twostep.cli._up import options_of, say
 from twostep.client import AsyncClient, Completion, Phases
 from twostep.local.run import run_system
 from twostep.local.system import LocalSystem
+from twostep.process.printable import harmless
 
 # Longer than a lease, which a busy machine may let run out.
 _SETTLE_S = 60.0

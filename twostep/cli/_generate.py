@@ -11,9 +11,9 @@ from typing import cast
 
 from twostep.cli._connect import client_of
 from twostep.cli._flags import sampling_of, urgency_of
-from twostep.cli._terminal import harmless
 from twostep.client import SamplingOptions
 from twostep.errors import InvalidRequest
+from twostep.process.printable import harmless
 
 
 def run(args: argparse.Namespace) -> int:

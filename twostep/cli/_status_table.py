@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostep.cli._terminal import char_width, clipped, harmless, width_of
+from twostep.cli._terminal import char_width, clipped, width_of
 from twostep.client import ClusterStatus, WorkerStatus
 from twostep.client._status import RoleScaling, RouterLoad, Scaling
 from twostep.errors import TwostepError
+from twostep.process.printable import harmless
 
 # Text in a style of twostep.cli._terminal.
 Paint = Callable[..., str]

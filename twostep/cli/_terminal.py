@@ -75,15 +75,6 @@ def clipped(text: str, width: int) -> str:
     return "".join(kept) + "…" if width > 0 else ""
 
 
-def harmless(text: str) -> str:
-    """A model's text with its control characters made visible: it must not command the terminal. Line feeds and tabs stay."""
-    return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else _picture(char) for char in text if char != "\r")
-
-
-def _picture(char: str) -> str:
-    return chr(0x2400 + ord(char)) if char < " " else "\u2421" if char == "\x7f" else "\ufffd"
-
-
 @contextlib.contextmanager
 def unechoed() -> Iterator[None]:
     """Keeps what is typed meanwhile from showing up in the midst of what is written; it is there when it is read."""

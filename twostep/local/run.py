@@ -12,6 +12,7 @@ from twostep.errors import SetupError
 from twostep.local.plan import LocalOptions, make_plan
 from twostep.local.supervisor import Observer, until_interrupted
 from twostep.local.system import LocalSystem
+from twostep.process.printable import log_line
 
 INTERRUPTED = 130
 _FOLLOW_EVERY_S = 0.1
@@ -58,7 +59,8 @@ async def _run(system: LocalSystem, work: Callable[[LocalSystem], Awaitable[int]
 
 
 class LogFollower:
-    """Writes each new line of each log in a directory, with the file's name in front."""
+    """Writes each new line of each log in a directory, made harmless, with the file's name in front. A line without end is written in
+    pieces."""
 
     def __init__(self, logs: Path, write: Callable[[str], None]) -> None:
         self._logs, self._write = logs, write
@@ -77,6 +79,9 @@ class LogFollower:
                 file.seek(offset)
                 data = file.read(_MAX_READ_BYTES)
             self._offsets[path] = offset + len(data)
-            *lines, self._rests[path] = (self._rests.get(path, "") + data.decode("utf-8", "replace")).split("\n")
+            *lines, rest = (self._rests.get(path, "") + data.decode("utf-8", "replace")).split("\n")
+            if len(rest) >= _MAX_READ_BYTES:
+                lines, rest = [*lines, rest], ""
+            self._rests[path] = rest
             for line in lines:
-                self._write(f"{path.stem:>10} | {line}")
+                self._write(f"{path.stem:>10} | {log_line(line)}")

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from twostep.errors import SetupError
 from twostep.process.ending import how_it_ended, oom_kills
+from twostep.process.printable import log_line
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ def tail(log: Path, num_lines: int = 20) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").splitlines()[-num_lines:]
+            return [log_line(line) for line in file.read().decode("utf-8", "replace").split("\n")][-num_lines:]
     except OSError:
         return []
 

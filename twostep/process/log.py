@@ -17,6 +17,8 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
 
+from twostep.process.printable import harmless
+
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
@@ -57,6 +59,10 @@ class Plain(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname).1s {process + ' ' if process else ''}%(name)s: %(message)s", "%H:%M:%S")
 
+    def format(self, record: logging.LogRecord) -> str:
+        # Logs are read in terminals, and errors may quote anything.
+        return harmless(super().format(record))
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
         request = _REQUEST.get()
@@ -90,4 +96,4 @@ class JsonLines(logging.Formatter):
             line["data"] = data
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return harmless(json.dumps(line, ensure_ascii=False))

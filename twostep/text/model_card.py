@@ -8,7 +8,7 @@ from typing import Any
 
 from twostep.checkpoint.config_file import read_config
 from twostep.checkpoint.context import context_of
-from twostep.checkpoint.directory import MAX_VOCAB_SIZE, read_optional_json, read_text
+from twostep.checkpoint.directory import MAX_VOCAB_SIZE, has_file, read_optional_json, read_text
 from twostep.checkpoint.usual_keys import WITH_ENCODER, kind_of
 from twostep.errors import InvalidRequest, SetupError
 from twostep.sampling_params import SamplingParams
@@ -150,7 +150,7 @@ def _end_tokens(
         for token_id in _ids(raw, model_dir / name):
             sources.setdefault(token_id, []).append(name)
     # Read whole, since a token may get its id only when it is added to the vocabulary.
-    tokenizer = read_tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
+    tokenizer = read_tokenizer(model_dir) if has_file(model_dir / "tokenizer.json") else None
     texts = "".join(templates.values())
     turn_ends = _HARMONY_ENDS if _HARMONY_SIGN in texts else [end for end in _TURN_ENDS if end in texts]
     named = [("the tokenizer's eos_token", special_tokens.get("eos_token")), *(("the chat template", end) for end in turn_ends)]
@@ -183,7 +183,7 @@ def _chat_templates(model_dir: Path, tokenizer_config: dict[str, Any]) -> dict[s
     """By name, "default" if there are any. chat_template.jinja, with others in additional_chat_templates/NAME.jinja; else
     tokenizer_config.json (a string, or a list of named ones), else chat_template.json."""
     jinja = model_dir / "chat_template.jinja"
-    if jinja.is_file():
+    if has_file(jinja):
         others = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
         read = {path.stem: read_text(path, max_bytes=_MAX_TEMPLATE_BYTES) for path in others if path.stem == "tool_use"}
         return read | {"default": read_text(jinja, max_bytes=_MAX_TEMPLATE_BYTES)}

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 import tokenizers.processors
 
-from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, read_optional_json
+from twostep.checkpoint.directory import MAX_TOKENIZER_BYTES, has_file, read_optional_json
 from twostep.errors import SetupError
 
 # What a pattern is made of, as far as it matters: escapes, sets of characters, groups and repetitions.
@@ -84,7 +84,7 @@ def read_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
 
 
 def _read(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
+    if not has_file(path):
         raise SetupError(f"{path} does not exist; give a Hugging Face model directory with a tokenizer.json, or download it")
     if (num_bytes := path.stat().st_size) > MAX_TOKENIZER_BYTES:
         raise SetupError(f"{path} has {num_bytes} bytes, more than any tokenizer ({MAX_TOKENIZER_BYTES}); download it again")

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from twostep.checkpoint.directory import open_file
 from twostep.errors import SetupError
 
 _LAYER_TENSORS = {
@@ -267,7 +268,7 @@ def check_gguf(path: Path) -> None:
     """
     try:
         num_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
             _Walk(file, num_bytes).check()
     except (OSError, ValueError, struct.error) as error:
         raise SetupError(f"{path} cannot be read as GGUF ({error}); download it again") from error

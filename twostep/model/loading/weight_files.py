@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from twostep.checkpoint.directory import INDEX, SINGLE, SafetensorsHeader, read_header, read_weight_map, weight_files
+from twostep.checkpoint.directory import INDEX, SINGLE, SafetensorsHeader, open_file, read_header, read_weight_map, weight_files
 from twostep.errors import SetupError
 from twostep.model.families.modules import Place
 
@@ -290,13 +290,11 @@ def _fill(file: int, piece: _Piece, into: torch.Tensor) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = open_file(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    try:
-        yield file
-    finally:
-        os.close(file)
+    with file:
+        yield file.fileno()
 
 
 def _unreadable(path: Path, error: OSError) -> SetupError:
