@@ -8,6 +8,7 @@ until that is paid. Tokens of a day add up to the limit at most in any 24 hours;
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from router.request.targets import Reason, Refused
-from twostep.errors import InvalidRequest, PermissionDenied
+from twostep.errors import InvalidRequest, PermissionDenied, TwostepError
 from twostep.keys.api_keys import Key
 from twostep.request_class import RequestClass
 from twostep.rpc.v1 import inference_pb2
@@ -140,6 +141,8 @@ class Account:
     def __init__(self, key: Key, on_use: OnUse = lambda *_: None, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.key, self._on_use, self._monotonic = key, on_use, monotonic
         self.num_calls = 0
+        # Answers under way, and why each of those that were ended was.
+        self._answering: dict[asyncio.Task[object], TwostepError | None] = {}
         limits = key.limits
         self._requests, self._tokens = Bucket(limits.requests_per_minute), Bucket(limits.tokens_per_minute)
         # Counted in any case: a limit may come later in the day.
@@ -175,6 +178,29 @@ class Account:
             yield
         finally:
             self.num_calls -= 1
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Lets `end` end what the present task does within the context. Raises what `end` was given."""
+        task = asyncio.current_task()
+        assert task is not None, "every answer is given in a task"
+        self._answering[task] = None
+        try:
+            yield
+        except asyncio.CancelledError:
+            why = self._answering[task]
+            if why is None or task.uncancel() > 0:
+                raise
+            raise why from None
+        finally:
+            del self._answering[task]
+
+    def end(self, why: TwostepError) -> None:
+        """Ends the answers under way, because the key is of no use any more."""
+        for task, before in self._answering.items():
+            if before is None:
+                self._answering[task] = why
+                task.cancel()
 
     @contextmanager
     def spending(self, num_prompt: int) -> Iterator[Spending]:
@@ -297,6 +323,15 @@ class Identity:
             yield
             return
         with self.account.calling():
+            yield
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Gives a context around one answer, which ends as soon as the key is disabled, revoked or expired. Raises Unauthenticated."""
+        if self.account is None:
+            yield
+            return
+        with self.account.answering():
             yield
 
     def check_solvent(self) -> None:

@@ -42,6 +42,9 @@ class Access:
         self._complained = ""
         # Is called with the id of a key that is there no more.
         self.on_gone: Callable[[str], None] = lambda key_id: None
+        # Accounts whose keys were not there at the last look, for the first time; and those whose keys may be useless at any time.
+        self._gone: list[Account] = []
+        self._passing: list[Account] = []
         # A look that began before a change must not end after the one behind it: a revoked key would be back for a moment.
         self._looking = asyncio.Lock()
 
@@ -77,11 +80,17 @@ class Access:
             raise Unauthenticated("the API key that asked for this was revoked; ask again with another")
         return Identity() if key is None else self._identity(key, None)
 
-    def _identity(self, key: Key, tenant: str | None) -> Identity:
+    def _useless(self, key: Key) -> Unauthenticated | None:
+        """Returns why a key opens nothing now; None: it opens."""
         if key.disabled:
-            raise Unauthenticated("this API key is disabled; ask whoever runs this to enable it, or for another")
+            return Unauthenticated("this API key is disabled; ask whoever runs this to enable it, or for another")
         if key.expires and self._clock.unix() >= key.expires:
-            raise Unauthenticated("this API key has expired; ask whoever runs this for another")
+            return Unauthenticated("this API key has expired; ask whoever runs this for another")
+        return None
+
+    def _identity(self, key: Key, tenant: str | None) -> Identity:
+        if (useless := self._useless(key)) is not None:
+            raise useless
         account = self._accounts[key.id]
         if key.speaks_for_tenants:
             return Identity(tenant=tenant, fallback=key.whose, account=account)
@@ -144,9 +153,11 @@ class Access:
             if self._complained:
                 self._complained = ""
                 log.warning("the API keys can be read again")
+            gone, self._gone = self._gone, []
             if keys is not None:
                 self._know(keys)
                 log.info("%d API keys are known now", len(self._table.by_id))
+            self._end_answers(gone)
 
     async def put(self, key: Key) -> None:
         """Stores a key, new or changed. It is known here at once, and to the others within a second or two. Raises TwostepError."""
@@ -156,6 +167,7 @@ class Access:
         """Raises TwostepError: not found, or nothing could be changed."""
         if not await self._change(lambda source: source.remove(key_id)):
             raise NotFound(f"there is no API key {key_id[:64]!r}; list them to see which there are")
+        self._end_answers(self._gone)
 
     def accounts(self) -> Sequence[Account]:
         """Returns all accounts, in the order in which their keys were made."""
@@ -191,6 +203,16 @@ class Access:
         async with asyncio.timeout(_READ_TIMEOUT_S):
             return await self._source.read()
 
+    def _end_answers(self, gone: Iterable[Account]) -> None:
+        """Ends the answers under way for keys that open nothing any more. `gone`: accounts whose keys are missing since before the last
+        look; a file that is written is empty for a moment."""
+        for account in gone:
+            if account.key.id not in self._accounts:
+                account.end(Unauthenticated("this API key was revoked; ask whoever runs this for another"))
+        for account in self._passing:
+            if (useless := self._useless(account.key)) is not None:
+                account.end(useless)
+
     def _know(self, keys: Iterable[Key]) -> None:
         table = KeyTable(keys)
         accounts: dict[str, Account] = {}
@@ -202,6 +224,8 @@ class Access:
                 account.change(key)
             accounts[key.id] = account
         unknown, gone = accounts.keys() - self._accounts.keys(), self._accounts.keys() - accounts.keys()
+        self._gone += [self._accounts[key_id] for key_id in gone]
+        self._passing = [account for account in accounts.values() if account.key.disabled or account.key.expires]
         self._table, self._accounts = table, accounts
         if unknown:
             # Others may have served them already; and a file that was empty for a moment is no new day.

@@ -10,11 +10,11 @@ from aiohttp import web
 from pydantic import Field
 
 from router.http.batches import listed, query_of
+from router.http.body import Body, parse_body
 from router.http.errors import HttpError, blaming
 from router.http.front import FRONT, IDENTITY, parsed
 from router.http.generation import HttpCall
 from router.http.openapi import Described
-from router.http.request_bodies import Body, parse_body
 from router.http.response_items import item_of
 from router.http.response_store import Owner, ResponseStore, StoredResponse, name_of
 from router.http.responses import ResponsesGeneration, owner_of

@@ -161,15 +161,18 @@ class Inference:
         """Pieces go to `caller`; the end is returned once everything that the request held is free. `read_prompt`: of several
         answers to one prompt, the first reads it. Raises TwostepError."""
         caller.identity.complete(request)
-        with recorded(
-            self._metrics,
-            request,
-            caller.metadata,
-            self._tracer,
-            received=caller.received,
-            model=self.model_name,
-            on_end=self._ended,
-        ) as report:
+        with (
+            recorded(
+                self._metrics,
+                request,
+                caller.metadata,
+                self._tracer,
+                received=caller.received,
+                model=self.model_name,
+                on_end=self._ended,
+            ) as report,
+            caller.identity.answering(),
+        ):
             self._book.begin(report)
             return await self._generate(request, caller, report, read_prompt)
 
@@ -181,16 +184,19 @@ class Inference:
         """`request`: all of it but the prompt; nothing is sampled. Its vector is returned once everything that it held is free. Raises
         TwostepError."""
         asker.identity.complete(request)
-        with recorded(
-            self._metrics,
-            request,
-            asker.metadata,
-            self._tracer,
-            received=asker.received,
-            model=self.model_name,
-            on_end=self._ended,
-            embeds=True,
-        ) as report:
+        with (
+            recorded(
+                self._metrics,
+                request,
+                asker.metadata,
+                self._tracer,
+                received=asker.received,
+                model=self.model_name,
+                on_end=self._ended,
+                embeds=True,
+            ) as report,
+            asker.identity.answering(),
+        ):
             self._book.begin(report)
             name = self._named(request, report)
             self._check_terms(request)

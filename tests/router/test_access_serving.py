@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from http_fakes import CHAT, TEXT, chat, open_http, raw_events, refused, served, told
-from router_fakes import ANSWER_TEXT, SECRET, Cluster, until
+from router_fakes import ANSWER_TEXT, SECRET, Cluster, Script, until
 from scraping import scrape
 
 from router.access.own_key import own_key_of
 from router.workers.prefix_index import PrefixIndex
 from twostep.errors import RETRY_AFTER, SetupError
-from twostep.keys.api_key_file import put_in_file
+from twostep.keys.api_key_file import put_in_file, remove_from_file
 from twostep.keys.api_keys import Limits, admin_key, make_key, system_key
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.request_class import RequestClass
@@ -220,6 +221,40 @@ async def test_calls_at_once_are_bounded_and_end_with_their_clients(cluster: Clu
         await until(lambda: account.num_calls == 0, "the call has ended")
         await cluster.all_free()
         await told(http, CHAT, chat(max_tokens=1), headers=bearer(shown))
+
+
+async def whole(call: Any) -> list[inference_pb2.GenerateResponse]:
+    return [response async for response in call]
+
+
+async def test_answers_end_with_their_key(cluster: Cluster, keys: Path) -> None:
+    """Disabled or revoked, over both fronts; its neighbours' go on."""
+    made = {name: make_key(name=name) for name in ("disabled", "revoked", "neighbour")}
+    for _, key in made.values():
+        put_in_file(keys, key)
+    await cluster.prefill()
+    decode = await cluster.decode()
+    async with served(cluster, api_keys_file=keys) as http, asyncio.timeout(60):
+        decode.script = Script(hold_at=3, once=False)
+        streams, calls = {}, {}
+        for name, (shown, _) in made.items():
+            streams[name] = await http.post(CHAT, json=chat(max_tokens=10, stream=True), headers=bearer(shown))
+            assert streams[name].status == 200
+            calls[name] = cluster.stub.Generate(cluster.request(max_tokens=10), metadata=grpc_bearer(shown))
+            await calls[name].initial_metadata()
+        put_in_file(keys, replace(made["disabled"][1], disabled=True))
+        remove_from_file(keys, made["revoked"][1].id)
+        for name in ("disabled", "revoked"):
+            with pytest.raises(grpc.aio.AioRpcError, match=name) as caught:
+                await whole(calls[name])
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            told = (await streams[name].read()).decode()
+            assert name in told.splitlines()[-2], "the last event says why"
+            assert "[DONE]" not in told
+        decode.script.go_on.set()
+        assert "[DONE]" in (await streams["neighbour"].read()).decode()
+        assert (await whole(calls["neighbour"]))[-1].HasField("end")
+    await cluster.all_free()
 
 
 async def test_a_key_may_be_for_batch_only(cluster: Cluster, keys: Path) -> None:
