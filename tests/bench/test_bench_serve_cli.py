@@ -146,11 +146,17 @@ def test_saved_requests_are_strict_json_at_an_infinite_rate_too(tmp_path: Path) 
     assert (tmp_path / "load.png").is_file()
 
 
-def test_a_sweep_ends_at_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_ends_where_requests_come_as_a_burst(capsys: pytest.CaptureFixture[str]) -> None:
+    """A server with room for all of them at once keeps any target then, at whatever rate they are said to come."""
     with server() as (address, _):
-        assert bench("--target", address, *FAST, "--sweep", "--num-requests", "6", "--goodput", "ttft:60000") == 0
-    printed = capsys.readouterr().out
-    assert (printed.count("requests measured"), printed.count("requests/s: kept")) == (16, 16)
+        words = ("--sweep", "--rate", "50", "--num-requests", "20", "--goodput", "ttft:60000", "--json")
+        assert bench("--target", address, *FAST, *words) == 0
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    last = report["points"][-1]
+    assert 20 / last["rate"] < last["e2e_s"]["p50"], "the sweep goes on as long as there is a rate"
+    assert report["knee"] is None or report["knee"]["rate"] < last["rate"]
+    assert "--num-requests" in told.err
 
 
 def test_users_and_conversations(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +233,7 @@ def test_a_key_that_goes_unencrypted_is_told_on_standard_error(capsys: pytest.Ca
     ("words", "said"),
     [
         ("--sweep", "--sweep needs targets"),
+        ("--sweep --goodput ttft:1 --num-requests 5", "20 or more"),
         ("--sweep --rate 1,2 --goodput ttft:1", "--sweep"),
         ("--sweep --concurrency 2 --goodput ttft:1", "--concurrency"),
         ("--rate 1,x", "--rate"),

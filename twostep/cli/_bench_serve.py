@@ -45,6 +45,8 @@ from twostep.settings.tls import TlsFiles
 # Requests that leave later than this after their time are warned of: they are not the load that was asked for.
 _MAX_SLIP_S = 0.010
 _DEFAULT_DURATION_S = 60.0
+# Requests that a sweep is always content with at each rate, however high the --attainment.
+_MOST_NEEDED = 100
 # Mean prompt and answer where --input-tokens and --output-tokens are not given.
 _DEFAULT_LENGTHS = {
     "fixed": (512, 128),
@@ -137,7 +139,11 @@ class _Session:
             point = await self._point(target, served, load.at_rate(rate))
             if self._interrupted:
                 break
-            tried.append(Tried(rate, self._passed(point)))
+            passed = self._passed(point)
+            if passed and report.is_burst(point):
+                print(f"twostep: {rate:.4g} requests/s and more are not judged: {report.BURST}", file=sys.stderr, flush=True)
+                break
+            tried.append(Tried(rate, passed))
             if not self.args.json:
                 print(f"  {rate:.4g} requests/s: {'kept' if tried[-1].passed else 'not kept'}\n", flush=True)
 
@@ -180,7 +186,8 @@ class _Session:
     def _knee(self) -> report.Point | None:
         if len(self.points) < 2:
             return None
-        best = knee([Tried(p.rate, self._passed(p)) for p in self.points if p.rate is not None])
+        judged = [p for p in self.points if not (self.args.sweep and report.is_burst(p))]
+        best = knee([Tried(p.rate, self._passed(p)) for p in judged if p.rate is not None])
         return next((p for p in self.points if p.rate == best and best is not None), None)
 
     def _document(self, served: TargetModel) -> str:
@@ -208,6 +215,12 @@ def _targets(args: argparse.Namespace) -> LatencyTargets:
     targets = LatencyTargets.parse(args.goodput)
     if args.sweep and not targets:
         raise InvalidRequest("--sweep needs targets to keep: give --goodput, as in --goodput ttft:500 tpot:30")
+    least = min(_MOST_NEEDED, math.ceil(1 / max(1e-9, 1 - args.attainment)))
+    if args.sweep and args.num_requests is not None and args.num_requests < least:
+        raise InvalidRequest(
+            f"--sweep with --num-requests {args.num_requests:g}: one late answer would decide each rate; give {least} or more, so that "
+            f"--attainment {args.attainment:g} allows one"
+        )
     if args.send_targets and targets.ttft_ms is None and targets.tpot_ms is None and targets.gap_ms is None:
         raise InvalidRequest("--send-targets tells the router ttft, tpot and gap of --goodput: give at least one of these")
     return targets

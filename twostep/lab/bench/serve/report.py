@@ -25,6 +25,16 @@ class Point:
     warnings: tuple[str, ...] = ()
 
 
+BURST = "their requests came within less time than an answer takes, as a burst; give more --num-requests or a longer --duration"
+
+
+def is_burst(point: Point) -> bool:
+    """Returns whether the measured requests came within less time than half of the answers took. A server that passes has only shown how
+    many requests it serves at once."""
+    summary = point.summary
+    return point.rate is not None and summary.num_requests / summary.offered_rate < summary.e2e_s.p50
+
+
 def warnings_of(result: RunResult, summary: Summary, *, max_slip_s: float, measured_s: float | None) -> tuple[str, ...]:
     """Returns the reasons to doubt the figures. `measured_s`: the measured duration if targets are judged over it."""
     found = []
@@ -114,7 +124,9 @@ def sweep_table(points: Sequence[Point], knee: Point | None, attainment: float) 
     if all(point.summary.goodput is None for point in points):
         # No targets were given.
         return "\n".join(lines)
-    if knee is None:
+    if knee is None and any(map(is_burst, points)):
+        lines.append(f"  No rate was judged: {BURST}.")
+    elif knee is None:
         lines.append(f"  No rate was kept up with: none had {attainment:.0%} of its requests meet all targets.")
     elif knee.summary.goodput is not None:
         g = knee.summary.goodput
