@@ -12,6 +12,7 @@ from router.config import RouterConfig, parse_config
 from router.server import Router
 from twostep.checkpoint.model_name import directory_of
 from twostep.errors import SetupError
+from twostep.process.files import check_files
 from twostep.process.log import setup_logging
 from twostep.process.ports import check_ports
 from twostep.process.startup import process_start, start_up
@@ -43,6 +44,7 @@ def main() -> int:
     config = parse_config()
     setup_logging(level=config.log_level, json_lines=config.log_json, process="router")
     try:
+        check_files(config)
         check_ports(config)
         starting = start_up(since=process_start(), json_lines=config.log_json)
         model = directory_of(config.model, config.model_revision, weights=config.load_format != "dummy", progress=starting)

@@ -26,6 +26,7 @@ from typing import ClassVar
 from kv_transfer.ray.head import RAY_ENV, check_temp_dir, head_flags, ray_start
 from twostep.errors import SetupError
 from twostep.process.ending import how_it_ended, oom_kills
+from twostep.process.files import check_files
 from twostep.process.log import setup_logging
 from twostep.settings.ray_node import RayNodeSettings
 from twostep.settings.reading import read_settings
@@ -260,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_node(argv)
         setup_logging(level=config.log_level, json_lines=config.log_json, process="ray-head" if config.ray_head else "ray-node")
+        check_files(config)
         try:
             config.ray_temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:

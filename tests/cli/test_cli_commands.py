@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -20,6 +21,8 @@ import pytest
 from commands import run
 from scripted_server import ScriptedInference, serving_in_thread
 from terminal_session import Session
+
+from twostep.cli._up import typed_command
 
 DEADLINE_S = 240.0
 COMMAND = [sys.executable, "-P", "-W", "error", "-m", "twostep.cli"]
@@ -202,6 +205,37 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
         yield Path(directory)
+
+
+def test_ctrl_c_while_the_command_is_still_being_imported() -> None:
+    """As a user presses it in the first half second."""
+    program = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "twostep.settings":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from twostep.cli import main
+main(["up"])
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+def test_printed_commands_can_be_typed_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "with space").mkdir()
+    program = tmp_path / "with space" / "twostep"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["with space/twostep", "up"])
+    assert shlex.split(typed_command()) == [str(program)]
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert typed_command() == "twostep"
+    monkeypatch.setattr("sys.argv", ["/elsewhere/twostep/cli/__main__.py", "up"])
+    assert shlex.split(typed_command()) == [sys.executable, "-P", "-m", "twostep.cli"]
 
 
 def test_up_with_a_port_in_use_or_no_redis(model_dir: Path, temporary: Path) -> None:

@@ -29,6 +29,10 @@ def test_pieces_then_the_end(client: Any) -> None:
     assert generation.finish_reason is None
     with pytest.raises(twostep.InvalidRequest, match="not ended yet"):
         _ = generation.usage
+    for name in ("text", "reasoning", "tool_calls", "token_ids"):
+        # An empty answer would look like one that was read.
+        with pytest.raises(twostep.InvalidRequest, match=r"result\(\)"):
+            getattr(generation, name)
     pieces = list(generation)
     assert [(p.text, p.position) for p in pieces] == list(zip(WORDS, range(3), strict=True))
     assert pieces[1].token_ids == (101,)

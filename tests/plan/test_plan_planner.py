@@ -44,7 +44,10 @@ def question(targets: LatencyTargets, **changes: object) -> Question:
 )
 def test_the_plan_keeps_its_targets_and_no_cheaper_one_does(rate: float, targets: LatencyTargets, prices: tuple[float, float]) -> None:
     asked = question(targets, prefill_hour=prices[0], decode_hour=prices[1])
-    plan = plan_for_rate(asked, rate)
+    shares: list[float] = []
+    plan = plan_for_rate(asked, rate, lambda _, share: shares.append(share))
+    assert shares == sorted(shares)
+    assert 0.5 < shares[-1] <= 1
     for option in (plan.disaggregated, plan.aggregated):
         if option is not None:
             assert try_rate(option.deployment, WORKLOAD, rate, targets, seconds=SECONDS).met
@@ -70,7 +73,11 @@ def test_of_some_workers_the_best_split_is_found() -> None:
     """Prompts of 600 tokens take 30 ms and more of a prefill worker, answers of 4 tokens next to nothing of a decode worker."""
     workload = PlannedWorkload(prompts=Fixed(600), outputs=Fixed(4))
     targets = LatencyTargets(ttft_ms=300, gap_ms=20)
-    plan = plan_for_workers(question(targets, workload=workload), 4)
+    shares: list[float] = []
+    plan = plan_for_workers(question(targets, workload=workload), 4, lambda _, share: shares.append(share))
+    assert shares == sorted(shares), "progress does not go back"
+    assert shares[0] == 0
+    assert 0.5 < shares[-1] <= 1
     assert plan.disaggregated is not None
     assert plan.disaggregated.deployment.num_prefill == 3
     rates = dict.fromkeys((1, 2), 1.02 * plan.disaggregated.goodput)

@@ -9,6 +9,7 @@ import sys
 from twostep.autoscaler.config import AutoscalerConfig, parse_config
 from twostep.autoscaler.server import Autoscaler
 from twostep.errors import SetupError
+from twostep.process.files import check_files
 from twostep.process.log import setup_logging
 from twostep.process.ports import check_ports
 from twostep.rpc import event_loop
@@ -36,6 +37,7 @@ def main() -> int:
     config = parse_config()
     setup_logging(level=config.log_level, json_lines=config.log_json, process="autoscaler")
     try:
+        check_files(config)
         check_ports(config)
         event_loop.run(_serve(config))
     except SetupError as error:

@@ -152,15 +152,17 @@ class _Progress:
 
     def __init__(self) -> None:
         self._terminal = Terminal.of(sys.stderr, os.environ)
-        self._last = time.monotonic()
+        self._began = self._last = time.monotonic()
         self._count = 0
 
-    def tell(self, line: str) -> None:
+    def tell(self, line: str, share: float) -> None:
         self._count += 1
         now, live = time.monotonic(), self._terminal.live
         if now - self._last >= (_DRAW_EVERY_S if live else _LINE_EVERY_S):
             self._last = now
-            text = f"{self._count} deployments and rates simulated; {line}"
+            left_s = (now - self._began) * (1 - share) / share if share else None
+            left = "" if left_s is None else f", about {left_s:.0f} s left"
+            text = f"{self._count} deployments and rates simulated{left}; {line}"
             self._terminal.write(f"\r\x1b[K{clipped(text, self._terminal.size().columns - 1)}" if live else f"{text}\n")
 
     def clear(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import shutil
 import sys
+from pathlib import Path
 
 from twostep.local.autoscale import Scale
 from twostep.local.plan import LocalOptions
@@ -21,6 +23,15 @@ from twostep.text.model_card import ModelCard
 
 def say(line: str) -> None:
     print(line, flush=True)
+
+
+def typed_command() -> str:
+    """Returns what a user types for `twostep` in any folder: a virtual environment need not be on PATH."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        return shlex.join([sys.executable, "-P", "-m", "twostep.cli"])
+    on_path = shutil.which(program.name)
+    return program.name if on_path and Path(on_path).samefile(program) else shlex.quote(str(program.absolute()))
 
 
 def options_of(args: argparse.Namespace) -> LocalOptions:
@@ -55,8 +66,7 @@ def admin_url(options: LocalOptions) -> str:
 
 def run(args: argparse.Namespace) -> int:
     options = options_of(args)
-    # As the user can type it: a virtual environment need not be on PATH.
-    command = "twostep" if shutil.which("twostep") else os.path.relpath(sys.argv[0])
+    command = typed_command()
 
     async def work(system: LocalSystem) -> int:
         say("")

@@ -17,7 +17,16 @@ from twostep.client import _channel, _wire
 from twostep.client._arriving import Arriving
 from twostep.client._pool import ConnectionLease, Pool
 from twostep.client._types import Choice, Completion, FinishReason, Phases, Piece, TokenLogprobs, ToolCall, Transfer, Usage, read_message
-from twostep.errors import Cancelled, DeadlineExceeded, Incompatible, ResourceExhausted, StreamBroken, TwostepError, Unavailable
+from twostep.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Incompatible,
+    InvalidRequest,
+    ResourceExhausted,
+    StreamBroken,
+    TwostepError,
+    Unavailable,
+)
 from twostep.rpc.api_level import unknown_fields
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -39,7 +48,7 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 class Answer(ABC):
     """The answer so far; of several, the first, but for `usage`. Base of Generation and AsyncGeneration; what the end brings is not known
-    before it."""
+    before it. Nothing arrives by itself: text, reasoning, tool_calls and token_ids raise InvalidRequest until the answer is read."""
 
     def __init__(
         self,
@@ -54,7 +63,7 @@ class Answer(ABC):
         """`resume`: go on through another router when one is lost half-way. A request that declined migration declined that too. `form`:
         what the answer is to be an instance of."""
         self._send, self._pool, self._attempts = send, pool, attempts
-        self._cancelled = False
+        self._cancelled = self._reading = False
         self._tried: set[str] = set()
         self._request = request
         self._request_id = request.request_id
@@ -75,21 +84,27 @@ class Answer(ABC):
     @property
     def text(self) -> str:
         """Text received so far; the whole answer after the end."""
-        return self._first.text
+        return self._received.text
 
     @property
     def reasoning(self) -> str:
         """Returns what the model thought so far, if it marks that; no part of `text`."""
-        return self._first.reasoning
+        return self._received.reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """Returns the calls so far; the arguments of the last one may lack their end."""
-        return self._first.tool_calls
+        return self._received.tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(self._first.token_ids)
+        return tuple(self._received.token_ids)
+
+    @property
+    def _received(self) -> Arriving:
+        if not self._reading:
+            raise InvalidRequest("nothing of this answer was read yet: iterate over it for its pieces, or call result() for all of it")
+        return self._first
 
     @property
     def request_id(self) -> str:
@@ -128,7 +143,7 @@ class Answer(ABC):
     def __repr__(self) -> str:
         state = self.finish_reason or "open"
         num_tokens = len(self._first.token_ids)
-        return f"{type(self).__name__}(request_id={self._request_id!r}, num_tokens={num_tokens}, {state}, text={self.text!r:.60})"
+        return f"{type(self).__name__}(request_id={self._request_id!r}, num_tokens={num_tokens}, {state}, text={self._first.text!r:.60})"
 
     def cancel(self) -> None:
         """Ends the request and frees everything it holds on the servers. Nothing happens after the end."""
@@ -154,6 +169,7 @@ class Answer(ABC):
         """Ends early if the answer is cancelled."""
 
     async def _next(self) -> Piece | None:
+        self._reading = True
         while True:
             if self._was_cancelled():
                 raise Cancelled("the request was cancelled on this side; ask again if you want an answer")

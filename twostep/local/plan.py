@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ from twostep.local.machine import (
 )
 from twostep.local.ports import claim, free_ports
 from twostep.model.loading.store import default_cache_dir, resolve
+from twostep.process.files import file_problems
 from twostep.process.free_memory import check_memory, free_memory, gib
 from twostep.process.ports import check_free
 from twostep.settings.autoscaler import AutoscalerSettings
@@ -289,7 +291,8 @@ class LocalPlan:
 
 def make_plan(options: LocalOptions, *, environ: Mapping[str, str], progress: Callable[[str], None]) -> LocalPlan:
     """Checks what can be known before anything starts. Fetches and converts a model given by name. Blocks; raises SetupError."""
-    checks: list[_Check] = []
+    tables = (options, options.router, options.worker, options.autoscaler)
+    checks: list[_Check] = [lambda: chain.from_iterable(map(file_problems, tables))]
     if options.worker.runner == "model":
         checks.append(lambda: check_device(options.worker.device, environ))
     if not options.redis_url:

@@ -8,7 +8,7 @@ from pathlib import Path
 from twostep.settings.readers import MILLISECONDS, NOT_NEGATIVE, PORT, SECONDS, SHARE, Number, Whole, kubernetes_api
 from twostep.settings.router import RouterSettings
 from twostep.settings.service import ServiceSettings
-from twostep.settings.table import Settings, group, setting, settings_of
+from twostep.settings.table import FileKind, Settings, group, setting, settings_of
 
 DEFAULT_PORT = 50081
 _TARGETS = {each.name: each for each in settings_of(RouterSettings) if each.name.startswith("target-")}
@@ -74,4 +74,5 @@ class AutoscalerSettings(ServiceSettings):
         None,
         "write down what each decision saw and said, for `python -P -m twostep.autoscaler.replay FILE`; two files of 256 MiB at most",
         metavar="FILE",
+        file=FileKind.WRITTEN,
     )

@@ -23,7 +23,7 @@ from twostep.settings.readers import (
     trace_url,
 )
 from twostep.settings.service import TracedServiceSettings
-from twostep.settings.table import Required, Rule, setting
+from twostep.settings.table import FileKind, Required, Rule, setting
 from twostep.settings.worker import LOAD_FORMATS
 
 DEFAULT_PORT = 8000
@@ -62,7 +62,7 @@ class RouterSettings(TracedServiceSettings):
         metavar="NAME ...",
         several=True,
     )
-    chat_template: Path | None = setting(None, "Jinja file in place of the model's own chat template", metavar="FILE")
+    chat_template: Path | None = setting(None, "Jinja file in place of the model's own chat template", metavar="FILE", file=FileKind.READ)
     load_format: str = setting("auto", "dummy: the workers' weights are made up, to measure", choices=LOAD_FORMATS)
     port: int = setting(DEFAULT_PORT, "HTTP port: OpenAI's API and the page; 0 for any free one, -1 for none", OPTIONAL_PORT)
     grpc_port: int = setting(DEFAULT_GRPC_PORT, "gRPC port, 0 for any free one", PORT)
@@ -78,6 +78,7 @@ class RouterSettings(TracedServiceSettings):
         None,
         "write down who was chosen for each request and why, for `python -m router.placing.replay FILE`; two files of 256 MiB at most",
         metavar="FILE",
+        file=FileKind.WRITTEN,
     )
 
     trace_url: str = setting(
@@ -102,11 +103,12 @@ class RouterSettings(TracedServiceSettings):
         metavar="NAME,...",
     )
     api_key: str = setting("", "let in those only who show this key; clients of `twostep` send the same variable's", secret=True)
-    api_key_file: Path | None = setting(None, "the same, with the key in the first line of a file", metavar="FILE")
+    api_key_file: Path | None = setting(None, "the same, with the key in the first line of a file", metavar="FILE", file=FileKind.READ)
     api_keys_file: Path | None = setting(
         None,
         "let in those only who show a key of this file, which `twostep keys` writes; it is read again when it changes",
         metavar="FILE",
+        file=FileKind.READ,
     )
     api_keys: str = setting(
         "",
@@ -119,7 +121,7 @@ class RouterSettings(TracedServiceSettings):
     )
     admin_host: str = setting("127.0.0.1", "address of --admin-port; whoever can reach it needs the admin key all the same")
     admin_key_file: Path | None = setting(
-        None, "what opens --admin-port; if not given, a key that follows from the deployment's secret", metavar="FILE"
+        None, "what opens --admin-port; if not given, a key that follows from the deployment's secret", metavar="FILE", file=FileKind.READ
     )
     max_connections: int = setting(
         4096,
@@ -152,6 +154,7 @@ class RouterSettings(TracedServiceSettings):
         None,
         "keep files and batches here, and serve /v1/files and /v1/batches; routers of one deployment may share it",
         metavar="DIR",
+        file=FileKind.FOLDER,
     )
     max_owner_bytes: int = setting(
         10 << 30,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from twostep.settings.readers import OPTIONAL_PORT, SECONDS_OR_NONE
-from twostep.settings.table import Rule, Settings, group, setting
+from twostep.settings.table import FileKind, Rule, Settings, group, setting
 from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -62,7 +62,7 @@ class ServiceSettings(LogSettings):
     """Holds what routers, workers and autoscalers may be told. A port of None is the gRPC port + 1 or + 2."""
 
     redis_url: str = setting(DEFAULT_REDIS_URL, "where workers register", metavar="URL")
-    secret_file: Path | None = setting(None, "deployment secret, the same file on every process", metavar="FILE")
+    secret_file: Path | None = setting(None, "deployment secret, the same file on every process", metavar="FILE", file=FileKind.READ)
     host: str = setting("0.0.0.0", "address to listen on")
     health_port: int | None = setting(None, "plaintext health-only port; the gRPC port + 1 if not given, -1 for none", OPTIONAL_PORT)
     metrics_port: int | None = setting(None, "plaintext HTTP, GET /metrics; the gRPC port + 2 if not given, -1 for none", OPTIONAL_PORT)

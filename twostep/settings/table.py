@@ -13,6 +13,7 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_type_hints
@@ -20,6 +21,12 @@ from typing import Any, ClassVar, get_args, get_type_hints
 from twostep.settings.readers import Number, OneOf, Reader, Whole
 
 _SETTING, _GROUP = "setting", "group"
+
+
+class FileKind(Enum):
+    """What a process does with the path of a setting: it reads the file, appends to it, or keeps files in the folder."""
+
+    READ, WRITTEN, FOLDER = range(3)
 
 
 class Required:
@@ -30,7 +37,7 @@ class Required:
 class SettingRow:
     """One row of the table. `path`: where the value stands in its dataclass. `choices`: the only values allowed, if there are any; `read`
     may know other words for them. `switch`: a flag without a value, with a twin --no-... `several`: the flag takes several words. `secret`:
-    taken from the variable or a --config file alone, since everybody can list a process' flags."""
+    taken from the variable or a --config file alone, since everybody can list a process' flags. `file`: of what kind the path is."""
 
     path: tuple[str, ...]
     help: str
@@ -41,6 +48,7 @@ class SettingRow:
     aliases: tuple[str, ...]
     several: bool
     secret: bool
+    file: FileKind | None
     switch: bool
 
     @property
@@ -109,10 +117,12 @@ def setting(
     aliases: tuple[str, ...] = (),
     several: bool = False,
     secret: bool = False,
+    file: FileKind | None = None,
 ) -> Any:
     """Makes a dataclass field a setting. `default` may be Required, or a class that makes it. Without `read` the field's annotation says
     how a text is read: str, bool or Path."""
-    about = {"help": help, "read": read, "choices": choices, "metavar": metavar, "aliases": aliases, "several": several, "secret": secret}
+    about: dict[str, Any] = {"help": help, "read": read, "choices": choices, "metavar": metavar, "aliases": aliases}
+    about |= {"several": several, "secret": secret, "file": file}
     if default is Required:
         return field(metadata={_SETTING: about})
     if isinstance(default, type):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostep.errors import SetupError
-from twostep.settings.table import Settings, setting
+from twostep.settings.table import FileKind, Settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,9 +14,9 @@ class TlsFiles(Settings):
     """PEM files of one side. A server with `ca` asks its clients for certificates of that authority; a client without
     `ca` trusts the system's authorities. A client with `peer_name` wants a certificate of that name, whatever address it asks."""
 
-    cert: Path | None = setting(None, "PEM certificate; with --tls-key it switches TLS on")
-    key: Path | None = setting(None, "PEM key of --tls-cert")
-    ca: Path | None = setting(None, "PEM authority that peers must be certified by")
+    cert: Path | None = setting(None, "PEM certificate; with --tls-key it switches TLS on", file=FileKind.READ)
+    key: Path | None = setting(None, "PEM key of --tls-cert", file=FileKind.READ)
+    ca: Path | None = setting(None, "PEM authority that peers must be certified by", file=FileKind.READ)
     peer_name: str = setting(
         "", "name that workers' certificates must have, whatever address they are reached at; the address itself if not given"
     )

@@ -12,7 +12,7 @@ from twostep.settings.ray_node import MIN_OBJECT_STORE_BYTES
 from twostep.settings.readers import PORT, SECONDS, Whole, host_and_port
 from twostep.settings.router import DEFAULT_GRPC_PORT, DEFAULT_PORT, RouterSettings
 from twostep.settings.service import MODEL_REVISION
-from twostep.settings.table import SettingRow, Settings, setting, settings_of
+from twostep.settings.table import FileKind, SettingRow, Settings, setting, settings_of
 from twostep.settings.worker import WorkerSettings
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -45,7 +45,9 @@ class UpSettings(Settings):
         Whole(MIN_OBJECT_STORE_BYTES, 1 << 50, or_zero=True),
         metavar="BYTES",
     )
-    batch_dir: Path | None = setting(None, "keep files and batches here; without it they go with the system", metavar="DIR")
+    batch_dir: Path | None = setting(
+        None, "keep files and batches here; without it they go with the system", metavar="DIR", file=FileKind.FOLDER
+    )
     start_timeout: float = setting(180.0, "how long the start may take", SECONDS)
     drain_timeout: float = setting(30.0, "time for running requests at the stop", SECONDS)
     overcommit: bool = setting(False, "start more workers than this machine has cores for")

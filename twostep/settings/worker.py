@@ -26,7 +26,7 @@ from twostep.settings.readers import (
     speculative_config,
 )
 from twostep.settings.service import DTYPES, HASH_UNIT, TracedServiceSettings
-from twostep.settings.table import Rule, setting
+from twostep.settings.table import FileKind, Rule, setting
 
 ROLES = ("decode", "prefill")
 DEFAULT_PORTS = {"prefill": 50061, "decode": 50071}
@@ -180,7 +180,9 @@ class WorkerSettings(TracedServiceSettings):
         choices=KV_WIRES,
     )
     ray_address: str = setting("127.0.0.1:6379", "host:port of Ray's GCS", host_and_port, metavar="HOST:PORT")
-    run_dir: Path | None = setting(None, "private, short directory for the KV agent's socket; a temporary one if not given", metavar="DIR")
+    run_dir: Path | None = setting(
+        None, "private, short directory for the KV agent's socket; a temporary one if not given", metavar="DIR", file=FileKind.FOLDER
+    )
     transport_timeout: float = setting(60.0, "how long to wait for the KV transport at start", SECONDS)
     kv_budget_bytes: int = setting(0, "prefill: most KV published at once; 0: 70% of the object store", Whole(0, 1 << 50), metavar="BYTES")
     kv_ring_bytes: int = setting(

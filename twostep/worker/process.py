@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from twostep.errors import SetupError
 from twostep.keys.secret import load_secret
+from twostep.process.files import check_files
 from twostep.process.log import setup_logging
 from twostep.process.ports import check_ports
 from twostep.process.startup import process_start, start_up
@@ -37,6 +38,7 @@ def run_worker(role: str, argv: Sequence[str] | None, load_edge: Callable[[], Ca
     gc.disable()
     try:
         secret = load_secret(config.secret_file)
+        check_files(config)
         check_ports(config)
         starting = start_up(since=begun, json_lines=config.log_json)
         child = EngineChild.start(engine_module) if _apart(config) else None

@@ -32,6 +32,8 @@ _SLACK = 1.15
 _MOST_WORKERS = 4096
 # Splits that are tried to either side of the division by work.
 _NEAR = 2
+# About how long parts of a search take, a step budget of aggregated workers being 1: for its progress alone.
+_PAIR, _KNEE = 3, 6
 # To which highest rates are found, of themselves.
 _PRECISION = 0.02
 
@@ -110,14 +112,15 @@ class Plan:
         return self.disaggregated.worth / self.aggregated.worth - 1
 
 
-Report = Callable[[str], None]  # told what was tried
+Report = Callable[[str, float], None]  # told what was tried, and about which share of the search is done
 
 
-def plan_for_rate(question: Question, rate: float, report: Report = lambda line: None) -> Plan:
+def plan_for_rate(question: Question, rate: float, report: Report = lambda line, share: None) -> Plan:
     """The cheapest deployments that keep the targets at `rate` requests a second. Raises InvalidRequest if none does."""
-    search = _Search(question, report)
+    search = _Search(question, report, total=_PAIR + len(question.budgets) + 2 * _KNEE)
     search.refuse_impossible()
     pair = search.cheapest_pair(rate)
+    search.done += _PAIR
     alike = search.cheapest_aggregated(rate)
     if pair is None and alike is None:
         raise InvalidRequest(
@@ -126,12 +129,14 @@ def plan_for_rate(question: Question, rate: float, report: Report = lambda line:
     return Plan(disaggregated=search.option(pair, rate), aggregated=search.option(alike, rate), by_rate=True, tried=search.tried)
 
 
-def plan_for_workers(question: Question, num_workers: int, report: Report = lambda line: None) -> Plan:
+def plan_for_workers(question: Question, num_workers: int, report: Report = lambda line, share: None) -> Plan:
     """Finds for so many workers the split, and the step budget without a split, that keep the targets at the highest rate. Raises
     InvalidRequest if none does at any."""
     search = _Search(question, report)
     search.refuse_impossible()
-    pair = search.best_of(search.splits(num_workers))
+    splits = search.splits(num_workers)
+    search.total = _PAIR * len(splits) + len(question.budgets)
+    pair = search.best_of(splits)
     alike = search.best_of([question.aggregated(budget, num_workers) for budget in question.budgets])
     if pair is None and alike is None:
         raise InvalidRequest(f"{num_workers} workers keep {question.targets} at no rate; relax a target, or shorten prompts")
@@ -142,6 +147,8 @@ def plan_for_workers(question: Question, num_workers: int, report: Report = lamb
 class _Search:
     question: Question
     report: Report
+    total: int = 1
+    done: int = 0
     tried: int = 0
     _sample: list[SimulatedRequest] = field(default_factory=list)
     _known: dict[tuple[SimulatedDeployment, float], Trial] = field(default_factory=dict)
@@ -170,13 +177,14 @@ class _Search:
         )
         self.tried += 1
         self._known[deployment, rate] = trial
-        self.report(f"{deployment.name} at {rate:.4g} requests/s: {'kept' if trial.met else 'missed'}")
+        self.report(f"{deployment.name} at {rate:.4g} requests/s: {'kept' if trial.met else 'missed'}", self.done / self.total)
         return trial
 
     def option(self, deployment: SimulatedDeployment | None, rate: float) -> Option | None:
         if deployment is None:
             return None
         goodput = self.knee(deployment, guess=rate)
+        self.done += _KNEE
         trial = self.trial(deployment, rate, to_the_end=True)
         return Option(deployment=deployment, hour=self.question.hour(deployment), trial=trial, goodput=goodput)
 
@@ -226,11 +234,11 @@ class _Search:
         promising = sorted(((self.most_rate(d), d) for d in deployments), key=lambda pair: (self._strain(pair[1]), -pair[0]))
         best: tuple[float, SimulatedDeployment] | None = None
         for most, deployment in promising:
-            if best is not None and (most <= best[0] or not self.met(deployment, best[0] * 1.001)):
-                continue
-            goodput = self.knee(deployment, guess=most * 0.8 if best is None else best[0] * 1.02)
-            if goodput > 0 and (best is None or goodput > best[0]):
-                best = goodput, deployment
+            if best is None or (most > best[0] and self.met(deployment, best[0] * 1.001)):
+                goodput = self.knee(deployment, guess=most * 0.8 if best is None else best[0] * 1.02)
+                if goodput > 0 and (best is None or goodput > best[0]):
+                    best = goodput, deployment
+            self.done += 1 if deployment.aggregated else _PAIR
         if best is None:
             return None
         goodput, deployment = best
@@ -292,6 +300,7 @@ class _Search:
             most = 8 * least + 8 if best is None else best.num_decode - 1
             found = self._fewest(partial(self.question.aggregated, budget), rate, least, most)
             best = best if found is None else found
+            self.done += 1
         return best
 
     def _fewest(self, sized: Callable[[int], SimulatedDeployment], rate: float, least: int, most: int) -> SimulatedDeployment | None:
