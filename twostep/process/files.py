@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from twostep.errors import SetupError, WrongSettings
 from twostep.settings.table import FileKind, Settings, settings_of
@@ -28,8 +29,8 @@ def check_files(settings: Settings) -> None:
 def file_problems(settings: Settings) -> Iterator[str]:
     """Yields what is wrong with each file or folder."""
     for row in settings_of(type(settings)):
-        path = functools.reduce(getattr, row.path, settings) if row.file is not None else None
-        if row.file is None or not isinstance(path, Path):
+        path: Any = functools.reduce(getattr, row.path, settings)
+        if row.file is None or path is None:
             continue
         try:
             _TRIES[row.file](path)
