@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from twostep.cli._extras import require_worker_extra
 from twostep.cli._flags import parser
-from twostep.cli._terminal import harmless
 from twostep.errors import TwostepError, Unauthenticated, WrongSettings
+from twostep.process.printable import harmless
 from twostep.settings.reading import check_variables
 
 # `vllm serve MODEL` and `twostep serve MODEL` do alike.
