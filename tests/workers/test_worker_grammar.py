@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from twostep.engine.fake import fake_next_token
 from twostep.engine.types import EngineRequest, FinishReason
 from twostep.sampling_params import Grammar, GrammarKind, SamplingParams
 from twostep.text.grammar import source_of
+from twostep.worker.preparation import Grammars
 
 EOS_IDS = frozenset({EOS, OTHER_EOS})
 CONTEXT = 512
@@ -140,6 +142,35 @@ async def test_a_worker_without_llguidance_or_tokenizer_says_so(
         for error in await refused(router, grammar=grammar):
             assert (error.code(), "pip install" in (error.details() or "")) == (grpc.StatusCode.FAILED_PRECONDITION, True)
         assert (await router.generate("free", prompt_of(5, 1), 4)).tokens == free_answer(prompt_of(5, 1), 4)
+
+
+async def test_grammars_that_are_known_to_be_slow_delay_no_other(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, seconds = threading.Event(), 0.0
+    real = engine_grammar.Vocabulary.state
+
+    def state(self: Any, grammar: Grammar) -> Any:
+        nonlocal seconds
+        if grammar.text.startswith("slow"):
+            assert go.wait(WAIT_S)
+            seconds += 1.0
+        return real(self, grammar)
+
+    monkeypatch.setattr(engine_grammar.Vocabulary, "state", state)
+    compiler = engine_grammar.GrammarCompiler(tokenizer_file.parent, vocab_size=VOCAB, eos_token_ids=EOS_IDS, max_cached_bytes=0)
+    grammars = Grammars(compiler, clock=lambda: seconds)
+    slow = [Grammar(GrammarKind.REGEX, f"slow{i}") for i in range(3)]
+    go.set()
+    for grammar in slow:
+        await grammars.state(grammar, ())
+    await grammars.state(Grammar(GrammarKind.REGEX, "last"), ())
+    go.clear()
+    held = [asyncio.create_task(grammars.state(grammar, ())) for grammar in slow]
+    await asyncio.sleep(0)
+    await grammars.state(Grammar(GrammarKind.REGEX, "quick"), ())
+    assert not any(task.done() for task in held)
+    go.set()
+    await asyncio.gather(*held)
+    grammars.close()
 
 
 async def test_compiling_holds_up_neither_loop_nor_engine(redis_url: str, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

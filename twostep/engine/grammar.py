@@ -386,7 +386,7 @@ class GrammarCompiler:
         wrong with the grammar), SetupError, ResourceExhausted (answers under way use as much memory as they may)."""
         if (state := self.cached(grammar)) is not None:
             return state
-        vocabulary = self._loaded()
+        vocabulary = self.load()
         if (used := self._make_room(vocabulary)) > self._max_used_bytes:
             raise ResourceExhausted(f"grammars of answers under way here take {used >> 20} MiB; try another worker, or later")
         state = vocabulary.state(grammar)
@@ -402,7 +402,8 @@ class GrammarCompiler:
                 self._states.popitem(last=False)
             return vocabulary.num_bytes
 
-    def _loaded(self) -> Vocabulary:
+    def load(self) -> Vocabulary:
+        """Returns the model's vocabulary; the first call takes a second. Raises SetupError."""
         with self._loading:
             if self._vocabulary is None:
                 if self._model_dir is None or not (self._model_dir / "tokenizer.json").is_file():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -17,8 +19,10 @@ from twostep.sampling_params import Grammar
 # to wait.
 _MAX_INLINE_TOKENS = 4096
 
-_GRAMMAR_THREADS = 2
 _MAX_PENDING_GRAMMARS = 256
+# Of a thread's processor time. What took longer once has a thread of its own from then on.
+_SLOW_S = 0.1
+_MAX_SLOW_KNOWN = 4096
 # The first one loads the tokenizer.
 _GRAMMAR_TIMEOUT_S = 60.0
 
@@ -49,12 +53,18 @@ class Preparation:
 class Grammars:
     """Compiles the grammars of one worker's requests, beside its event loop: what a request waits for before it is queued.
 
-    A compiled grammar is there at once; another one takes a thread, of which there are few, for a millisecond to some tenths of a second.
-    What llguidance spends is bounded by its own limits (twostep/text/grammar.py); whoever waits longer than it should take is refused."""
+    A compiled grammar is there at once; another one takes a thread for a millisecond to some tenths of a second. Grammars that are known to
+    take longer take turns at one thread, and all others at another: whoever sends slow ones again and again delays no quick one. Routers
+    try each grammar before (router/prompting/grammar_check.py), a caller's one by one; whoever waits longer than it should take is
+    refused."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: GrammarCompiler, *, clock: Callable[[], float] = time.thread_time) -> None:
+        """`clock`: seconds of the calling thread."""
         self._compiler = compiler
-        self._threads = ThreadPoolExecutor(max_workers=_GRAMMAR_THREADS, thread_name_prefix="compile")
+        self._clock = clock
+        self._quick, self._slow = (ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compile-{name}") for name in ("quick", "slow"))
+        # Hashes of grammars, those that came up last at the end.
+        self._slow_known: OrderedDict[int, None] = OrderedDict()
         self._num_pending = 0
 
     async def state(self, grammar: Grammar, tokens: Sequence[int]) -> GrammarState:
@@ -66,7 +76,8 @@ class Grammars:
         if self._num_pending >= _MAX_PENDING_GRAMMARS:
             raise ResourceExhausted(f"{self._num_pending} grammars are being compiled here; try another worker, or later")
         self._num_pending += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._work, grammar, tokens)
+        threads = self._slow if hash(grammar) in self._slow_known else self._quick
+        work = asyncio.get_running_loop().run_in_executor(threads, self._work, grammar, tokens)
         work.add_done_callback(self._done)
         try:
             async with asyncio.timeout(_GRAMMAR_TIMEOUT_S):
@@ -77,7 +88,15 @@ class Grammars:
             ) from error
 
     def _work(self, grammar: Grammar, tokens: Sequence[int]) -> GrammarState:
-        return self._compiler.compile(grammar).after(tokens)
+        self._compiler.load()
+        begun = self._clock()
+        state = self._compiler.compile(grammar)
+        if self._clock() - begun > _SLOW_S:
+            self._slow_known[hash(grammar)] = None
+            self._slow_known.move_to_end(hash(grammar))
+            if len(self._slow_known) > _MAX_SLOW_KNOWN:
+                self._slow_known.popitem(last=False)
+        return state.after(tokens)
 
     def _done(self, work: asyncio.Future[GrammarState]) -> None:
         self._num_pending -= 1
@@ -85,7 +104,8 @@ class Grammars:
             work.exception()  # perhaps nobody waits for it any more
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._quick, self._slow):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _hashed(token_ids: Sequence[int], hasher: PrefixHasher) -> PrefixHasher:
