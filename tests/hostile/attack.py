@@ -16,8 +16,9 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 class Target:
     """A `twostep up` with API keys: one router, one prefill and one decode worker, Redis, all on loopback.
 
-    `api_key` is an ordinary key; attacks that come from somebody without one do not show it. `workers` are host:port of the workers' gRPC,
-    `secret_file` is the deployment's: no attack may use it, but to tell what is right.
+    `api_key` is an ordinary key; attacks that come from somebody without one do not show it. `neighbour_key` is another's, whose requests
+    no attack may delay for long. `workers` are host:port of the workers' gRPC,
+    `secret_file` is the deployment's: no attack may use it, but to tell what is right. `num_requests` and `seed` are for what is drawn.
     """
 
     host: str
@@ -25,11 +26,14 @@ class Target:
     grpc_port: int
     admin_port: int
     api_key: str
+    neighbour_key: str
     model: str
     model_dir: Path
     redis_url: str
     workers: Sequence[str]
     secret_file: Path
+    num_requests: int = 0
+    seed: int = 0
 
     @property
     def http_url(self) -> str:
@@ -45,12 +49,14 @@ class Attack:
     """`run` attacks for some seconds at most, frees what it holds, and returns in a few words what it was answered.
 
     It raises AssertionError where that is not the answer due. Its caller watches the router meanwhile: its probes, its other clients,
-    and its memory. `short`: belongs to the short form, which every change must pass: a second or two.
+    and its memory. `short`: belongs to the short form, which every change must pass: a second or two. `control`: the name of an attack
+    that is none, but as much load: where that ran before, no stall may be much longer than with it.
     """
 
     name: str
     run: Callable[[Target], Awaitable[str]]
     short: bool = False
+    control: str = ""
 
 
 def session_of(target: Target, key: str = "") -> aiohttp.ClientSession:
