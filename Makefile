@@ -19,6 +19,7 @@
 #   make fault-matrix FAULT_FLAGS="--target decode --stop-s 10"   strikes every part of a deployment; writes docs/fault-matrix.md
 #   make storm STORM_FLAGS="--seconds 20"                         a thousand hand-overs at once while workers die
 #   make hostile HOSTILE_FLAGS="--only gzip"                      attacks a running system and measures the harm to others; --short: a few
+#   make hostile HOSTILE_FLAGS="--only everything --requests 10000"   what is drawn at random, beside as much innocent load
 #   make fuzz FUZZ_CASES=100000                                   random requests over HTTP and gRPC
 #   make exact-drafts DRAFT_REQUESTS=3340                         so many random requests to a system that drafts, for each way to draft
 #   make rolling ROLLING_FLAGS="--clients 12"                     a rolling update of every part under load
