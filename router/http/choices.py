@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from router.http.logprobs import Kept, KeptLogprobs, KeptPromptLogprobs, LogprobsWriter, WithPrompt, kept_of
 from router.http.sse import DONE
 from router.http.whole_answer import JSON_ID_BYTES, JSON_LOGPROB_BYTES
-from router.json_pieces import compact, small
+from router.json_pieces import compact, json_pieces, small
 from router.request.memory_budget import Holding
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -118,7 +118,7 @@ class ChunkWriter:
 
     def choice(self, fields: dict[str, Any], **others: Any) -> bytes:
         """Returns any other piece; `others` stand beside the choices: usage, phases. None of them: what `text` has there."""
-        choice = compact({"index": self._index, **fields})
+        choice = "".join(json_pieces({"index": self._index, **fields}))
         tail = "," + compact(others)[1:] + "\n\n" if others else self._tail
         return f'data: {self._head},"choices":[{choice}]{tail}'.encode("ascii")
 

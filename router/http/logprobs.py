@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 from router.http.text_places import TextPlaces
-from router.json_pieces import small
+from router.json_pieces import Json, compact, small
 from router.request.memory_budget import Holding
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.text.tokenizer import TokenBytes
@@ -33,6 +34,18 @@ class TokenNames:
 
     def bytes_of(self, token_id: int) -> list[int]:
         return list(self._bytes.of(token_id))
+
+    def chat_entry(self, token_id: int, logprob: float) -> str:
+        """Returns what ChatLogprobsWriter says of a token, as JSON."""
+        before, after = _around(self._bytes, token_id, by_id=self._by_id)
+        return f"{before}{_finite(logprob)!r}{after}"
+
+
+@lru_cache(1 << 14)
+def _around(token_bytes: TokenBytes, token_id: int, *, by_id: bool) -> tuple[str, str]:
+    """Returns the JSON of a chat's entry before and after its log probability."""
+    names = TokenNames(token_bytes, by_id=by_id)
+    return f'{{"token":{compact(names.name(token_id))},"logprob":', f',"bytes":{compact(names.bytes_of(token_id))}}}'
 
 
 class Kept(NamedTuple):
@@ -156,7 +169,7 @@ class LogprobsWriter(ABC):
     def __init__(self, names: TokenNames) -> None:
         self._names = names
 
-    def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any]:
+    def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> dict[str, Any] | Json:
         """Returns those of its next piece."""
         top = ([(one.token_id, one.logprob) for one in each.top] for each in logprobs)
         return self._as_object([Kept(*each) for each in zip(token_ids, (each.logprob for each in logprobs), top, strict=True)], list)
@@ -191,6 +204,14 @@ class LogprobsWriter(ABC):
 
 class ChatLogprobsWriter(LogprobsWriter):
     """Writes those of /v1/chat/completions."""
+
+    def of(self, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprobs]) -> Json:
+        # Streams may ask for twenty of each token, so that this is most of what a router does for them.
+        entry, tokens = self._names.chat_entry, list[str]()
+        for token_id, each in zip(token_ids, logprobs, strict=True):
+            top = ",".join([entry(one.token_id, one.logprob) for one in each.top])
+            tokens.append(f'{entry(token_id, each.logprob)[:-1]},"top_logprobs":[{top}]}}')
+        return Json(f'{{"content":[{",".join(tokens)}],"refusal":null}}')
 
     def _as_object(self, kept: Iterable[Kept], listed: Callable[[Iterator[Any]], Any]) -> dict[str, Any]:
         return {"content": listed(self._token(each) for each in kept), "refusal": None}

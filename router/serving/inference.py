@@ -43,6 +43,7 @@ from router.request.tool_calls import CallTaker, Write
 from router.request.vector import VectorOutput
 from router.serving.dispatch import Dispatcher, time_is_up
 from router.serving.hold_back import HeldAnswer, HoldBack
+from router.serving.loop_share import LoopShare, cost_of
 from router.status.request_book import RequestBook
 from router.waiting.demand_meter import DemandMeter
 from router.waiting.fair_queue import OutputLengths, QueueEntry
@@ -153,6 +154,7 @@ class Inference:
         # Of what answers hold that their clients have not taken: streams that are behind, and answers that are kept until they are whole.
         self.memory = MemoryBudget()
         self._lengths = OutputLengths()
+        self._loop_share = LoopShare()
         self._last_pool_tokens = max_model_len
 
     # ---- what is asked ------------------------------------------------------------------------------------------------
@@ -384,6 +386,7 @@ class Inference:
                     await caller.write_prompt(inference_pb2.PromptLogprobs(position=1))  # there are none, and the client is told
                 while True:
                     batch = await output.take()
+                    await self._loop_share.take(caller.identity.caller, cost_of(len(batch.tokens), job.sampling.logprobs or 0))
                     if not beginning.is_sent:
                         await beginning.send()
                     for part in batch.prompt:

@@ -59,10 +59,10 @@ class Attack:
     control: str = ""
 
 
-def session_of(target: Target, key: str = "") -> aiohttp.ClientSession:
-    """An ordinary client with the attacker's key, or another."""
-    headers = {"Authorization": f"Bearer {key or target.api_key}"}
-    return aiohttp.ClientSession(target.http_url, headers=headers, timeout=aiohttp.ClientTimeout(120))
+def session_of(target: Target, key: str = "", *, limit: int = 100) -> aiohttp.ClientSession:
+    """An ordinary client with the attacker's key, or another. `limit`: of its connections; 0: none."""
+    headers, connector = {"Authorization": f"Bearer {key or target.api_key}"}, aiohttp.TCPConnector(limit=limit)
+    return aiohttp.ClientSession(target.http_url, headers=headers, timeout=aiohttp.ClientTimeout(120), connector=connector)
 
 
 async def post(http: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, Any]:

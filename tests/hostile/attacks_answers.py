@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 from attack import CHAT, TEXT, Attack, Target, post, session_of, some, upload
 
+# Longer than a neighbour's answer takes beside them.
+_STREAMS_S = 20.0
 _MESSAGES = [{"role": "user", "content": "Say hello."}]
 
 
@@ -24,6 +26,23 @@ async def _many_logprobs(target: Target) -> str:
     async with session_of(target) as http, http.post(CHAT, json=body) as answer:
         num_bytes = await _drained(answer)
         return f"{some([answer.status], 200, 429, 503)}, {num_bytes >> 10} KiB"
+
+
+async def _many_streams(target: Target) -> str:
+    """As many streams as a client may like, with all log probabilities, read slowly."""
+    body = {"messages": _MESSAGES, "max_tokens": 120, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}
+
+    async def one(http: aiohttp.ClientSession) -> int:
+        try:
+            async with asyncio.timeout(_STREAMS_S), http.post(CHAT, json=body) as answer:
+                async for _ in answer.content.iter_chunked(8 << 10):
+                    await asyncio.sleep(0.02)
+                return answer.status
+        except TimeoutError:
+            return 200
+
+    async with session_of(target, limit=0) as http:
+        return some(await asyncio.gather(*(one(http) for _ in range(200))), 200, 429)
 
 
 async def _too_much(target: Target) -> str:
@@ -125,6 +144,7 @@ async def _lines_of_lists(target: Target) -> str:
 
 ATTACKS = (
     Attack("a chat whose whole answer is megabytes of log probabilities", _many_logprobs),
+    Attack("200 streams of log probabilities of one key, read slowly", _many_streams),
     Attack("completions that could come to gigabytes", _too_much, short=True),
     Attack("clients that do not read whole answers, streams, texts", _readers_that_do_not),
     Attack("128 answers at once, and their client goes", _many_choices),

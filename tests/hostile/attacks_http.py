@@ -233,6 +233,23 @@ async def _only_open(target: Target) -> str:
     return f"{len(opened)} connections"
 
 
+async def _all_at_once(target: Target) -> str:
+    """More connections at once than a router takes; each says half a line."""
+
+    async def one() -> asyncio.StreamWriter | None:
+        with suppress(ConnectionError):
+            _, writer = await asyncio.open_connection(target.host, target.http_port)
+            writer.write(b"POST /v1/ch")
+            return writer
+        return None
+
+    opened = [writer for writer in await asyncio.gather(*(one() for _ in range(5000))) if writer is not None]
+    await asyncio.sleep(1.0)
+    for writer in opened:
+        writer.transport.abort()
+    return f"{len(opened)} of 5000 connections opened"
+
+
 def _attack(name: str, run: Callable[[Target], Awaitable[str]], *, short: bool = False) -> Attack:
     return Attack(f"http: {name}", run, short=short)
 
@@ -247,5 +264,6 @@ ATTACKS = (
     _attack("forms without end", _forms),
     _attack("pipelines and upgrades", _pipelines),
     _attack("refused bodies that go on", _refused_but_sending),
+    _attack("5,000 connections at once", _all_at_once),
     _attack("connections that only open", _only_open, short=True),
 )

@@ -5,9 +5,10 @@
     python tests/hostile/hostile.py --only gzip          whose name has this in it
     python tests/hostile/hostile.py --only everything --requests 10000
 
-Prints a line for each attack: what was answered, the longest stall of the router as its probes saw it every 50 ms, and how much memory the
-router took at most beyond what it had before. It fails where an answer is not the one due, where an ordinary client beside the attack was
-refused or got another answer than before, where a probe got no good answer, or where a bound below is broken.
+Prints a line for each attack: what was answered, the longest stall of the router as its probes saw it every 50 ms, how long an ordinary
+client beside it waited for an answer, and how much memory the router took at most beyond what it had before. It fails where an answer is
+not the one due, where the ordinary client was refused or got another answer than before, where a probe got no good answer, or where a
+bound below is broken.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ _REQUEST_S = 1.0
 
 
 class Figures(NamedTuple):
-    """`stall_s`: the longest without waits for a core; `wall_s`: the longest as it was seen."""
+    """`stall_s`: the longest stall without waits for a core; `wall_s`: as it was seen; `answer_s`: the ordinary client's longest wait."""
 
     stall_s: float
     wall_s: float
+    answer_s: float
     grown_bytes: int
     problems: Sequence[str]
 
@@ -104,6 +106,7 @@ class Watched:
         return Figures(
             stall_s=max((each["stall_s"] for each in probes), default=0.0),
             wall_s=max((each["wall_s"] for each in probes), default=0.0),
+            answer_s=max((each["wall_s"] for each in during if each["kind"] == "answer"), default=0.0),
             grown_bytes=max(held, default=0) - before[-1],
             problems=sorted(problems),
         )
@@ -189,7 +192,7 @@ async def _attack(attacks: Sequence[Attack], target: Target, watched: Watched) -
     async with asyncio.timeout(_ATTACK_S):
         await watched.until_all_answer()
     width = max(len(attack.name) for attack in attacks)
-    print(f"{'attack':{width}}  stall ms  as seen  memory MB  answered")
+    print(f"{'attack':{width}}  stall ms  as seen  client s  memory MB  answered")
     failed, worst_s, most_bytes = 0, 0.0, 0
     stalls: dict[str, float] = {}
     for attack in attacks:
@@ -209,7 +212,7 @@ async def _attack(attacks: Sequence[Attack], target: Target, watched: Watched) -
         wrong += [f"a stall of {seen.stall_s:.2f} s"] if seen.stall_s > bound_s else []
         wrong += [f"{seen.grown_bytes >> 20} MB of memory"] if seen.grown_bytes > _BOUND_BYTES else []
         aim = "!" if seen.stall_s > _AIM_S else " "
-        figures = f"{seen.stall_s * 1e3:7.0f}{aim}  {seen.wall_s * 1e3:7.0f}  {seen.grown_bytes / 2**20:9.1f}"
+        figures = f"{seen.stall_s * 1e3:7.0f}{aim}  {seen.wall_s * 1e3:7.0f}  {seen.answer_s:8.1f}  {seen.grown_bytes / 2**20:9.1f}"
         print(f"{attack.name:{width}}  {figures}  {answered}", flush=True)
         for line in wrong:
             print(f"    WRONG: {line}", flush=True)

@@ -6,7 +6,7 @@ Writes a line of JSON for every sample, until its standard input ends:
 
     {"kind": "probe", "what": "http health", "at_s": ..., "wall_s": ..., "stall_s": ..., "problem": ""}
     {"kind": "memory", "at_s": ..., "bytes": ...}
-    {"kind": "answer", "at_s": ..., "text": ..., "problem": ""}
+    {"kind": "answer", "at_s": ..., "wall_s": ..., "text": ..., "problem": ""}
 
 `wall_s` is what the caller saw. `stall_s` leaves out the time for which the router's main thread or this process was ready to run and
 had no core (Linux's schedstat): on a busy machine that wait is the machine's and not the router's.
@@ -122,7 +122,7 @@ class Watch:
                         problem = f"{response.status}: {answer}"[:400]
             except (OSError, TimeoutError, aiohttp.ClientError) as error:
                 problem = type(error).__name__ + f": {error}"[:200]
-            _tell(kind="answer", at_s=begun, text=text, problem=problem)
+            _tell(kind="answer", at_s=begun, wall_s=time.monotonic() - begun, text=text, problem=problem)
             await asyncio.sleep(PERIOD_S)
 
 

@@ -23,7 +23,7 @@ from router.http.body import parse_body
 from router.http.choices import AnswerOptions, ChunkWriter, WholeChoice, stop_reason_of, total_usage, usage_of
 from router.http.errors import HttpError, blaming, body_of
 from router.http.generation import grammar_of, request_of, sampling_of, timeout_of
-from router.http.logprobs import ChatLogprobsWriter, TextLogprobsWriter, TokenNames
+from router.http.logprobs import ChatLogprobsWriter, KeptLogprobs, TextLogprobsWriter, TokenNames
 from router.http.request_bodies import ChatBody, CompletionBody
 from router.http.text_places import TextPlaces
 from router.request.memory_budget import Holding
@@ -295,6 +295,27 @@ def bare_tokenizer(bare_model_dir: Path) -> Tokenizer:
 
 
 # ---- the description -------------------------------------------------------------------------------------------------------
+
+
+LOGPROBS = st.floats(max_value=0.0, width=32)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 299), LOGPROBS, st.lists(st.tuples(st.integers(0, 299), LOGPROBS)))),
+    st.booleans(),
+)
+def test_streamed_log_probabilities_are_those_of_whole_answers(
+    bare_tokenizer: Tokenizer, given_tokens: list[tuple[int, float, list[tuple[int, float]]]], by_id: bool
+) -> None:
+    writer = ChatLogprobsWriter(TokenNames(TokenBytes(bare_tokenizer), by_id=by_id))
+    logprobs = [
+        pb.TokenLogprobs(logprob=logprob, top=[pb.TopLogprob(token_id=token_id, logprob=each) for token_id, each in top])
+        for _, logprob, top in given_tokens
+    ]
+    token_ids = [token_id for token_id, _, _ in given_tokens]
+    kept = KeptLogprobs()
+    kept.add(token_ids, logprobs)
+    assert json.loads(str(writer.of(token_ids, logprobs))) == json.loads(json.dumps(writer.of_all(kept, list)))
 
 
 def test_the_description_has_every_route_and_schemas_that_take_real_bodies() -> None:
