@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ SCHEMA = {
         "o": {"type": "object"},
         "u": {},
         "m": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "t": {"type": ["string", "integer"]},
     },
     "$defs": {"list": {"type": "array", "items": {"type": "string"}}},
 }
@@ -239,7 +241,37 @@ def test_nothing_is_lost_and_nothing_comes_twice(format: ToolCallFormat, fragmen
         (PYTHONIC, "<|python_start|>[f(n = '5', a=5,)]<|python_end|>", "", [("f", '{"n": 5, "a": "5"}')]),
         (PYTHONIC, "[f(l=['a', \"b)\"], u={'k': (1, None)})] so", " so", [("f", '{"l": ["a", "b)"], "u": {"k": [1, null]}}')]),
         (PYTHONIC, "[f(a=Rome, n=1 + 1)]", "", [("f", '{"a": "Rome", "n": "1 + 1"}')]),
-        (PYTHONIC, "[f(a='x' 'y')]", "'y')]", [("f", '{"a": "x"}')]),
+        (PYTHONIC, "[f(a='x' \"y\"\n'''z''', n=+2)]", "", [("f", '{"a": "xyz", "n": 2}')]),
+        (
+            PYTHONIC,
+            "[f(n=1_000, x=-0x10, u=['a' 'b', 1_0, (5), (5,)], a=0x10)]",
+            "",
+            [("f", '{"n": 1000, "x": -16, "u": ["ab", 10, 5, [5]], "a": "0x10"}')],
+        ),
+        (PYTHONIC, "[f(u=5 6, n=1(2))]", "", [("f", '{"u": "5 6", "n": "1(2)"}')]),
+        # A value whose closing tag is missing ends before the next tag.
+        (QWEN3_CODER, "<function=f>\n<parameter=a>\nx\n</function>\n<function=g>\n</function>", "", [("f", '{"a": "x"}'), ("g", "{}")]),
+        (QWEN3_CODER, "<function=f>\n<parameter=a>\nx\n<parameter=n>\n5\n</tool_call>", "", [("f", '{"a": "x", "n": 5}')]),
+        (
+            QWEN3_CODER,
+            '<function=f>\n<parameter=l>\n["</parameter>", "x\n</parameter>\n</function>',
+            "",
+            [("f", '{"l": "[\\"</parameter>\\", \\"x"}')],
+        ),
+        (GLM45, "<tool_call>f\n<arg_key>a<arg_value>x\n<arg_key>n</arg_key><arg_value>5</tool_call>", "", [("f", '{"a": "x", "n": 5}')]),
+        (GLM45, "<tool_call>f\n<arg_key>a\n<arg_value>x\n<tool_call>g\n</tool_call>", "", [("f", '{"a": "x"}'), ("g", "{}")]),
+        (
+            HERMES,
+            '<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
+            "",
+            [("f", '{"a": "x'), ("g", "{}")],
+        ),
+        (
+            HERMES,
+            '<tool_call>{"name": "f", "arguments": {"a": "<tool_call> and </tool_call>"  }}</tool_call>',
+            "",
+            [("f", '{"a": "<tool_call> and </tool_call>"  }')],
+        ),
         (PYTHONIC, "[f(5)]", "[f(5)]", []),
         (PYTHONIC, "[h(a=5)]", "[h(a=5)]", []),
         (PYTHONIC, "Call [f(a=5)]", "Call [f(a=5)]", []),
@@ -258,6 +290,12 @@ def test_examples(format: ToolCallFormat, text: str, content: str, calls: list[t
         ("a", "a\t\\b", "a\t\\b"),
         ("n", "5", 5),
         ("n", "5.0", 5.0),
+        ("n", "+2", 2),
+        ("n", "1_000", 1000),
+        ("n", "007", "007"),
+        ("n", "5 6", "5 6"),
+        ("x", "1_0.5", 10.5),
+        ("t", "+49", "+49"),
         ("n", "5.5", "5.5"),
         ("n", "many", "many"),
         ("x", "-1e3", -1000),
@@ -291,6 +329,32 @@ def test_values_have_the_types_of_the_schema(
         assert json.loads(arguments) == {name: expected}
     else:
         assert arguments == f'{{"{name}": {text}}}', "too long to be looked at goes on as it is"
+
+
+literals = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+spelled = st.one_of(
+    literals.map(repr),
+    st.integers(0, 1 << 70).map(lambda n: f"{n:_}"),
+    st.tuples(st.sampled_from(["", "+", "-", "- "]), st.integers(0, 99), st.sampled_from(["d", "#x", "#o", "#b", "#X"])).map(
+        lambda parts: parts[0] + format(parts[1], parts[2])
+    ),
+    st.lists(st.text(max_size=4).map(repr), min_size=1, max_size=3).map(" ".join),
+    st.lists(st.text(max_size=4).map(repr), min_size=1, max_size=3).map(lambda parts: f"[({' '.join(parts)}), ({parts[0]},), 1_0.5]"),
+    st.sampled_from([".5", "1.", "1_0e2", "(1)", "((1), 2)", "{'a': +1}", "'''a\nb''' 'c'"]),
+)
+
+
+@given(spelled)
+def test_pythonic_values_are_what_python_reads(text: str) -> None:
+    [(_, _, arguments)] = read(PYTHONIC, list(f"[f(u={text})]"), names=("f",)).calls
+    # JSON has no tuples.
+    assert json.loads(arguments) == json.loads(json.dumps({"u": ast.literal_eval(text)}))
 
 
 # Of types that text is told from; a value that looks as what comes after it is no template's to write.
@@ -496,6 +560,11 @@ def test_ids() -> None:
     [
         '<tool_call>{"name": "' + "x" * 70_000,
         "<tool_call>" * 1000,
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 6000,
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 6000 + '"}}',
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"' + " " * 60_000,
+        '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>' + "\\" * 60_000,
+        '<tool_call>{"arguments": {"a": "' + "</tool_call>" * 6000 + '"}}',
         '<tool_call>{"name": "f", "arguments": {}}' * 1100,
         '<tool_call>{"name": "f", "arguments": {' + "[" * 30_000,
         "[TOOL_CALLS]" + "a" * 20_000,

@@ -61,7 +61,7 @@ class ToolCallParser:
         them (with one it may have any name: the client, who executes calls, knows which there are). Without `parallel`, calls after the
         first are dropped. `must`: a grammar holds the answer to calls."""
         self._must = must
-        self._reader = ToolCallReader(functions=functions or {}, parallel=parallel, new_id=new_id or format.new_id)
+        self._reader = ToolCallReader(functions=functions or {}, parallel=parallel, new_id=new_id or format.new_id, markers=format.markers)
         self._reading = format.read(self._reader)
         self._ended = False
         self._advance()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,9 +104,11 @@ class Rules:
     def json(self, schema: Mapping[str, Any]) -> str:
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}")
 
-    def text_before(self, marker: str, most: str = "*") -> str:
-        """Any text that ends with the marker, the first one of its kind. `most`: how long it may be, as a quantifier."""
-        body = self.terminal(f"/(?s:.{most})/ & ~/(?s:.*){_in_regex(marker.strip())}(?s:.*)/")
+    def text_before(self, marker: str, most: str = "*", *, never: Sequence[str] = ()) -> str:
+        """Any text that ends with the marker, the first one of its kind. `most`: how long it may be, as a quantifier. `never`: what ends
+        the text as well when it is read."""
+        words = "|".join(map(_in_regex, dict.fromkeys((marker.strip(), *never))))
+        body = self.terminal(f"/(?s:.{most})/ & ~/(?s:.*)({words})(?s:.*)/")
         return f"{body} {self.marker(marker)}" if self.is_token(marker) else self.rule(f"{body} {literal(marker)}", lazy=True)
 
 

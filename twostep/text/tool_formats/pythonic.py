@@ -77,12 +77,27 @@ _QUOTES = ("'", '"')
 def _value(reader: ToolCallReader, types: Types) -> Reading:
     if (char := (yield from reader.peek())) in _QUOTES:
         value = Value(reader.argue, STRING if types is None or "string" in types else types)
-        yield from _string(reader, char, value.add)
+        while char in _QUOTES:
+            yield from _string(reader, char, value.add)
+            char = yield from _next_string(reader)
     else:
-        value = Value(reader.argue, types or ANY)
+        value = Value(reader.argue, (types or ANY) - STRING)
         yield from _literal(reader, value.add)
     if not reader.cut_in_call:
         value.end()
+
+
+def _next_string(reader: ToolCallReader) -> Read:
+    """Returns the quote of another string behind one, which Python joins with it; empty: something else follows, and nothing is taken."""
+    reader.mark()
+    try:
+        if (char := (yield from reader.skip_space())) and char in _QUOTES:
+            reader.release()
+            return char
+    except NoCall:
+        pass
+    reader.rewind()
+    return ""
 
 
 def _string(reader: ToolCallReader, quote: str, add: Callable[[str], None]) -> Reading:
@@ -91,15 +106,15 @@ def _string(reader: ToolCallReader, quote: str, add: Callable[[str], None]) -> R
         quote = 3 * quote
     else:
         yield from reader.take()
-    while (found := (yield from reader.pass_until(add, quote, "\\"))) == "\\":
+    while (yield from reader.pass_until(add, quote, "\\", *reader.markers)) == "\\":
         add(unescaped((yield from reader.matching(ESCAPE, ESCAPE_BEGUN)) or (yield from reader.take())))
-    yield from reader.follows(found)
+    yield from reader.follows(quote)
 
 
 def _literal(reader: ToolCallReader, add: Callable[[str], None]) -> Reading:
     """Up to the comma or the bracket behind it."""
     depth = 0
-    while found := (yield from reader.pass_until(add, *_ENDS)):
+    while (found := (yield from reader.pass_until(add, *_ENDS, *reader.markers))) and found not in reader.markers:
         if found in _QUOTES:
             yield from _quoted(reader, found, add)
             continue
@@ -112,10 +127,11 @@ def _literal(reader: ToolCallReader, add: Callable[[str], None]) -> Reading:
 def _quoted(reader: ToolCallReader, quote: str, add: Callable[[str], None]) -> Reading:
     """A string within a list, for one: as it is written."""
     add((yield from reader.take()))
-    while (found := (yield from reader.pass_until(add, quote, "\\"))) == "\\":
+    while (found := (yield from reader.pass_until(add, quote, "\\", *reader.markers))) == "\\":
         add((yield from reader.take()))
         add((yield from reader.take()))
-    add((yield from reader.take()) if found else "")
+    if found == quote:
+        add((yield from reader.take()))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

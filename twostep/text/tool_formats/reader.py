@@ -17,6 +17,8 @@ Reading = Generator[None, None, None]
 _SPACE = " \t\r\n"
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
+_IN_LINE = re.compile(r'["\\\n]')
+_SOME_SPACE = re.compile(r"\s{0,64}")
 MAX_NAME = 256
 _NAME_CHAR = re.compile(r"[\w.:/-]")
 _MAX_CALLS = 1024
@@ -44,8 +46,9 @@ class ToolCallReader:
     where it needs more text, and is resumed when there is some or none will come. Before a call has begun it reads behind a mark: `NoCall`
     takes it back there, and what it has read is content. After that nothing is taken back."""
 
-    def __init__(self, *, functions: Mapping[str, Parameters], parallel: bool, new_id: Callable[[], str]) -> None:
-        self.functions = functions
+    def __init__(self, *, functions: Mapping[str, Parameters], parallel: bool, new_id: Callable[[], str], markers: tuple[str, ...]) -> None:
+        """`markers`: what the format makes calls of. In arguments that are not closed, the next call's ends them."""
+        self.functions, self.markers = functions, markers
         self.num_calls = 0
         self._parallel = parallel
         self._new_id = new_id
@@ -53,6 +56,7 @@ class ToolCallReader:
         self._at = 0  # next character to read
         self._mark: int | None = None  # text from here on is kept, where it stands
         self._certain = False  # what follows the mark is a call, as far as it goes
+        self._string_end = 0  # up to here markers are words within a string
         self._ended = False
         self.cut_in_call = False
         self._call_open = False  # the arguments of a call that counts have begun, and not ended
@@ -69,6 +73,7 @@ class ToolCallReader:
 
     def feed(self, text: str) -> None:
         if self._mark is None:
+            self._string_end -= self._at
             self._text, self._at = self._text[self._at :], 0
         self._text += text
 
@@ -194,6 +199,33 @@ class ToolCallReader:
                 return ""
             yield
 
+    def is_within_string(self, marker: str) -> Generator[None, None, bool]:
+        """At a marker in a JSON string that has begun: whether the marker is a word of the string. The closing quote then comes on the same
+        line, with what may follow a string after it; else the quote was left out. Takes nothing."""
+        ahead = len(marker)
+        while self._string_end <= self._at:
+            limit = self._at + MAX_HELD
+            found = _IN_LINE.search(self._text, self._at + ahead, limit)
+            if found is None:
+                if self._ended or len(self._text) >= limit:
+                    return False
+                ahead = max(ahead, len(self._text) - self._at)
+                yield
+            elif found.group() == "\n":
+                return False
+            elif found.group() == "\\":
+                ahead = found.end() + 1 - self._at
+            else:
+                space = _SOME_SPACE.match(self._text, found.end())
+                assert space is not None, "none will do"
+                if (char := self._text[space.end() : space.end() + 1]) and char not in ",:}]":
+                    return False
+                if char or self._ended:
+                    self._string_end = found.start()
+                else:
+                    yield
+        return True
+
     def matching(self, pattern: re.Pattern[str], begun: re.Pattern[str]) -> Read:
         """Takes what matches next, empty if nothing does. `begun`: all that may yet become a longer match, not itself long."""
         while not self._ended and begun.fullmatch(self._text, self._at):
@@ -242,11 +274,8 @@ class ToolCallReader:
         if char == '"':
             yield from self.string()
         elif char and char in "{[":
-            brackets = Brackets()
-            while not brackets.closed:
-                if not (yield from self.peek()) or self._at - start > MAX_HELD:
-                    raise NoCall
-                self._at = brackets.scan(self._text, self._at)
+            if not (yield from self._object(None)):
+                raise NoCall
         else:
             while (char := (yield from self.peek())) and (char.isalnum() or char in "+-."):
                 self._at += 1
@@ -255,6 +284,35 @@ class ToolCallReader:
         if self._at == start:
             raise NoCall
         return self._text[start : self._at]
+
+    def _object(self, sink: Callable[[str], None] | None) -> Generator[None, None, bool]:
+        """Takes a JSON object or list, as it is written, and gives `sink` its parts as they come. Returns whether it is closed: else a
+        marker follows, or nothing. Without a sink it stands behind a mark, and too much of it raises NoCall."""
+        brackets, start = Brackets(), self._at
+        pattern, beginnings = _patterns(self.markers)
+        longest = max(map(len, self.markers)) - 1
+        while not brackets.closed and (yield from self.peek()):
+            found = pattern.search(self._text, self._at)
+            if found is not None and found.start() == self._at:
+                if not (brackets.in_string and (yield from self.is_within_string(found.group()))):
+                    return False
+                end = self._at + len(found.group())
+            elif found is not None:
+                end = found.start()
+            else:
+                end = len(self._text)
+                if not self._ended:
+                    end -= next((n for n in range(min(end - self._at, longest), 0, -1) if self._text[end - n :] in beginnings), 0)
+                if end == self._at:
+                    yield
+                    continue
+            at = brackets.scan(self._text, self._at, end)
+            if sink is not None:
+                sink(self._text[self._at : at])
+            elif at - start > MAX_HELD:
+                raise NoCall
+            self._at = at
+        return brackets.closed
 
     # ---- what is found -----------------------------------------------------------------------------------------------
 
@@ -339,12 +397,7 @@ class ToolCallReader:
         if char == "{" or (not char and self.cut_in_call):
             self.begin_call(name)
             self.release()
-            brackets = Brackets()
-            while not brackets.closed and (yield from self.peek()):
-                at = brackets.scan(self._text, self._at)
-                self.argue(self._text[self._at : at])
-                self._at = at
-            if brackets.closed:
+            if (yield from self._object(self.argue)):
                 self.end_call()
             return
         if char == '"':
@@ -450,16 +503,16 @@ class Brackets:
     def in_string(self) -> bool:
         return self._in_string and self._depth > 0
 
-    def scan(self, text: str, at: int) -> int:
-        """Goes on at `at`; returns where the text, or the value, ends."""
-        while at < len(text):
+    def scan(self, text: str, at: int, end: int) -> int:
+        """Goes on from `at` to `end`; returns where it is then, or the value ends."""
+        while at < end:
             if self._escaped:
                 self._escaped = False
                 at += 1
                 continue
-            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)
+            found = (_IN_STRING if self._in_string else _OUTSIDE).search(text, at, end)
             if found is None:
-                return len(text)
+                return end
             at = found.end()
             char = found.group()
             if char == '"':

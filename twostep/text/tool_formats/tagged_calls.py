@@ -30,6 +30,11 @@ class _Tags:
     end: str = ""
     lines: bool = False
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Returns all that are long enough to be told from text."""
+        return tuple(tag for tag in (_OPENING, _CLOSING, *self.name, *self.key, *self.value, self.end) if len(tag) > 1)
+
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, reader: ToolCallReader) -> Iterator[None]:
@@ -81,8 +86,10 @@ class _Tags:
         yield from reader.need(self.key[0])
         key = ""
         while not (yield from reader.follows(self.key[1])):
+            if key and self.value[0] and ((yield from reader.ahead(self.value[0])) or (yield from reader.follows("\n"))):
+                break  # its closing tag is missing
             char = yield from reader.take()
-            if char in ("", "\n") or len(key) == MAX_NAME:
+            if char in ("", "\n", "<") or len(key) == MAX_NAME:
                 raise NoCall
             key += char
         if self.value[0]:
@@ -91,8 +98,10 @@ class _Tags:
         return key.strip()
 
     def _value(self, reader: ToolCallReader, types: Types) -> Reading:
+        """Takes a value and its closing tag. Where that is missing, the value ends before the next tag."""
         closing = self.value[1]
-        closings = ["\n" + closing, closing] if self.lines else [closing]
+        # A line break before any of the others is no part of the value.
+        ends = [end for tag in self.tags for end in ("\n" + tag, tag) if self.lines or end != "\n" + closing]
         if self.lines:
             yield from reader.follows("\n")
         value, brackets = Value(reader.argue, types), Brackets()
@@ -100,12 +109,14 @@ class _Tags:
         def add(text: str) -> None:
             value.add(text)
             if not brackets.closed:
-                brackets.scan(text, 0)
+                brackets.scan(text, 0, len(text))
 
-        while found := (yield from reader.pass_until(add, *closings)):
-            yield from reader.follows(found)
-            if types is None or "string" in types or not (value.held and brackets.in_string):
+        while found := (yield from reader.pass_until(add, *ends)):
+            in_string = types is not None and "string" not in types and value.held and brackets.in_string
+            if not in_string or found.startswith("\n") or not (yield from reader.is_within_string(found)):
+                yield from reader.follows(found if found.endswith(closing) else "\n")
                 break
+            yield from reader.follows(found)
             add(found)  # it stands in a string within a list, for one
         if not reader.cut_in_call:
             value.end()
@@ -143,7 +154,7 @@ class _Tags:
             return f"{f'({either})' if either else ''}{'?' if either and '' in texts else ''} {rules.marker(closing)}"
         least, most = (_length(schema.get(key)) for key in ("minLength", "maxLength"))
         bounded = types == STRING and (least or most)
-        return rules.text_before(closing, f"{{{least or 0},{most}}}" if bounded else "*")
+        return rules.text_before(closing, f"{{{least or 0},{most}}}" if bounded else "*", never=self.tags)
 
 
 def _length(given: object) -> int | str:

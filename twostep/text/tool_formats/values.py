@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 # Of a value that is not known yet; a longer one goes on as it is written.
@@ -182,7 +183,8 @@ def json_of(text: str, types: Types) -> str:
         written = text.strip(_SPACE)
         value = _parsed(written)
         if value is None and types is not None:
-            written = _in_json(written) or ""
+            # Where a text may be one, a number as only Python writes it ("+49 …", "0x…") is a text.
+            written = _in_json(written, numbers="string" not in types) or ""
             value = _parsed(written)
         if value is not None and (types is None or (value <= ANY - STRING and value & types)):
             return written
@@ -203,38 +205,82 @@ def _no_constant(name: str) -> float:
 
 _LITERAL = re.compile(
     r"""(?P<space>\s+)|(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<word>[A-Za-z]+)"""
-    r"""|(?P<number>[-+]?[\d.]+(?:[eE][-+]?\d+)?)|(?P<sign>[\[\]{}(),:])""",
+    r"""|(?P<number>[-+]?\s*(?:0[xXoObB][0-9a-fA-F_]+|[0-9._]+(?:[eE][-+]?[0-9_]+)?))|(?P<sign>[\[\]{}(),:])""",
     re.DOTALL,
 )
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _SIGNS = {"(": "[", ")": "]"}
+_PAIRS = {"(": ")", "[": "]", "{": "}"}
+_BEFORE_VALUES = ("[", "{", ", ", ": ", "")
 
 
-def _in_json(text: str) -> str | None:
-    """A literal of Python's; whether it is whole shows when the result is parsed."""
+def _in_json(text: str, *, numbers: bool) -> str | None:
+    """A literal of Python's; whether it is whole shows when the result is parsed. Without `numbers`, those are only JSON's."""
     written: list[str] = []
+    open_brackets: list[_Bracket] = []
     at = 0
     while at < len(text):
         found = _LITERAL.match(text, at)
         if found is None:
             return None
-        at, token = found.end(), found.group()
-        match found.lastgroup:
-            case "space":
-                continue
+        at, token, kind = found.end(), found.group(), found.lastgroup
+        if kind == "space":
+            continue
+        if (kind != "sign" or token in _PAIRS) and written and written[-1] not in _BEFORE_VALUES:
+            if kind != "string" or not written[-1].startswith('"'):
+                return None
+            written[-1] = written[-1][:-1] + _string_in_json(token)[1:]  # strings side by side are one
+            continue
+        match kind:
             case "string":
-                token = quoted(ESCAPE.sub(lambda escape: unescaped(escape.group()), token[1:-1]))
+                token = _string_in_json(token)
             case "word":
-                if (word := _WORDS.get(token.lower())) is None:
-                    return None
-                token = word
-            case "sign":
+                token = _WORDS.get(token.lower(), "")
+            case "number":
+                token = token if _JSON_NUMBER.fullmatch(token) else _python_number(token) if numbers else ""
+            case _ if token in _PAIRS:
+                open_brackets.append(_Bracket(token, len(written)))
                 token = _SIGNS.get(token, token)
-                if token in ("]", "}") and written and written[-1] == ", ":
+            case _ if token in (",", ":"):
+                if token == "," and open_brackets:
+                    open_brackets[-1].has_comma = True
+                token += " "
+            case _:
+                bracket = open_brackets.pop() if open_brackets else None
+                if bracket is None or _PAIRS[bracket.opening] != token:
+                    return None
+                if token == ")" and not bracket.has_comma and len(written) > bracket.place + 1:
+                    written[bracket.place] = ""  # around one value
+                    continue
+                if written[-1] == ", ":
                     written.pop()
-                token = {",": ", ", ":": ": "}.get(token, token)
+                token = _SIGNS.get(token, token)
+        if not token:
+            return None
         written.append(token)
     return "".join(written)
+
+
+@dataclass(slots=True)
+class _Bracket:
+    opening: str
+    place: int
+    has_comma: bool = False
+
+
+def _string_in_json(token: str) -> str:
+    return quoted(ESCAPE.sub(lambda escape: unescaped(escape.group()), token[1:-1]))
+
+
+def _python_number(token: str) -> str:
+    """Returns what Python reads of a number without its sign, and the sign; empty: it is none, or JSON has none like it."""
+    sign, digits = ("-" if token[0] == "-" else ""), token.lstrip("-+ \t\r\n")
+    try:
+        value = float(digits) if re.search(r"\.|^[0-9_]+[eE]", digits) else int(digits, 0)
+        return sign + json.dumps(value, allow_nan=False)
+    except ValueError:
+        return ""
 
 
 # ---- strings of Python's and of JSON ---------------------------------------------------------------------------------
