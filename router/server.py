@@ -218,6 +218,7 @@ class Router:
             chat_format=self._chat_format,
             grammars=self._grammars,
             quota=self._quota,
+            lowercase_embedded=self._embedding.lowercase,
         )
         dispatcher = Dispatcher(
             self.pool,

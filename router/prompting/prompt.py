@@ -98,8 +98,11 @@ class PromptReader:
         chat_format: ChatFormat | None = None,
         grammars: GrammarChecker | None = None,
         quota: Quota = EVERYBODY_ALIKE,
+        lowercase_embedded: bool = False,
     ) -> None:
-        """`chat_format`: of the answers to chats; None: they are nothing but text. `grammars` None: there are none."""
+        """`chat_format`: of the answers to chats; None: they are nothing but text. `grammars` None: there are none. `lowercase_embedded`:
+        texts are lowercased before they are embedded."""
+        self._lowercase_embedded = lowercase_embedded
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._format = chat_format or ChatFormat()
@@ -185,6 +188,8 @@ class PromptReader:
             return Prompt(self._known_ids(ids), self._tokenizer)
         if not given:
             raise InvalidRequest("text is empty; send at least one character")
+        if self._lowercase_embedded:
+            given = given.lower()
         if cut_to is None:
             ids = await self.text_ids(given, caller, add_special_tokens=add_special_tokens)
         else:

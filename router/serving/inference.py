@@ -478,8 +478,10 @@ class Inference:
 
     @property
     def max_input_len(self) -> int:
-        """Returns how long what is embedded may be: the model's context, or less if no live prefill worker has so much."""
-        return min(self._max_model_len, max((r.max_model_len for r in self._pool.records() if r.hands_over), default=self._max_model_len))
+        """Returns how long what is embedded may be: the model's context, or less if its files say so or no live prefill worker has so
+        much."""
+        most = min(self._max_model_len, self.embedding.max_tokens or self._max_model_len)
+        return min(most, max((r.max_model_len for r in self._pool.records() if r.hands_over), default=most))
 
     @property
     def most_tokens(self) -> int:

@@ -28,7 +28,14 @@ QWEN3 = {
 KINDS = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize", "Dense": "2_Dense"}
 
 
-def directory(path: Path, *, modules: list[str] | None = None, pooling: dict[str, Any] | None = None, **config: Any) -> Path:
+def directory(
+    path: Path,
+    *,
+    modules: list[str] | None = None,
+    pooling: dict[str, Any] | None = None,
+    bert: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
     (path / "config.json").write_text(json.dumps(QWEN3 | config))
     if modules is not None:
         told = [
@@ -36,6 +43,8 @@ def directory(path: Path, *, modules: list[str] | None = None, pooling: dict[str
             for i, kind in enumerate(modules)
         ]
         (path / "modules.json").write_text(json.dumps(told))
+    if bert is not None:
+        (path / "sentence_bert_config.json").write_text(json.dumps(bert))
     if pooling is not None:
         (path / "1_Pooling").mkdir()
         (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
@@ -69,6 +78,11 @@ def test_what_is_honoured(modules: list[str] | None, pooling: dict[str, Any] | N
         ({"pooling": OLD | {"pooling_mode_cls_token": True}}, "pooling_mode_cls_token"),
         ({"pooling": {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}}, "pooling_mode_lasttoken"),
         ({"pooling": {"pooling_mode": "weightedmean"}}, "pooling_mode.*weightedmean"),
+        # Whatever it says, the last token's state is not what it means.
+        ({"modules": ["Transformer", "Pooling"]}, "1_Pooling/config.json"),
+        ({"bert": {"max_seq_length": 0}}, "sentence_bert_config.json.*max_seq_length"),
+        ({"bert": {"max_seq_length": "512"}}, "max_seq_length"),
+        ({"bert": {"do_lower_case": 1}}, "do_lower_case"),
         ({"is_matryoshka": "yes"}, "is_matryoshka"),
         ({"matryoshka_dimensions": [0]}, "matryoshka_dimensions"),
     ],
@@ -76,6 +90,19 @@ def test_what_is_honoured(modules: list[str] | None, pooling: dict[str, Any] | N
 def test_what_is_refused(given: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=named):
         EmbeddingFormat.load(directory(tmp_path, **given))
+
+
+@pytest.mark.parametrize(
+    ("bert", "want"),
+    [
+        (None, (None, False)),
+        ({"max_seq_length": None, "do_lower_case": False}, (None, False)),
+        ({"max_seq_length": 512, "do_lower_case": True}, (512, True)),
+    ],
+)
+def test_how_inputs_are_read(bert: dict[str, Any] | None, want: tuple[int | None, bool], tmp_path: Path) -> None:
+    found = EmbeddingFormat.load(directory(tmp_path, bert=bert))
+    assert (found.max_tokens, found.lowercase) == want
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"path": ""}]', '{"a": 1}', "null"])

@@ -252,6 +252,7 @@ def _read_all(model_dir: Path) -> None:
 FILES = (
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "modules.json", "1_Pooling/config.json"),
+    "sentence_bert_config.json",
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"),
     *("quantize_config.json", "quant_config.json", "hf_quant_config.json"),
 )

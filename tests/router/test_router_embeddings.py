@@ -173,6 +173,11 @@ async def test_what_the_directory_says(bare_model_dir: Path, cluster: Cluster, t
             assert "2, 3" in (await embedded(http, [IDS], 400, dimensions=1))["message"]
             # It is ready without any worker that decodes: the directory is one of a model for embeddings.
             await until(lambda: other.router._ready(), "it is ready")
+        (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 6, "do_lower_case": true}')
+        async with other.serving(), open_http(other) as http:
+            assert await embedded(http, ["The FOX"]) == [vector_of(other.tokenizer.encode("the fox").ids)]
+            assert "6" in (await embedded(http, [[5] * 7], 400))["message"]
+            assert await embedded(http, [[5, 6] * 7], truncate_prompt_tokens=-1) == [vector_of([5, 6] * 3)]
         pooling.write_text('{"pooling_mode_cls_token": true}')
         with pytest.raises(SetupError, match="pooling_mode_cls_token"):
             async with other.serving():

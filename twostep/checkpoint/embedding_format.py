@@ -1,9 +1,10 @@
 """What a model directory says of its model's embeddings: sentence-transformers' files, and config.json's word on cutting.
 
-    modules.json            the parts in order: a Transformer, a Pooling, perhaps a Normalize
-    1_Pooling/config.json   which hidden states the vector is made of
+    modules.json                 the parts in order: a Transformer, a Pooling, perhaps a Normalize
+    1_Pooling/config.json        which hidden states the vector is made of
+    sentence_bert_config.json    how long an input may be, and whether it is lowercased
 
-Without them it is the last token's state, of length 1, as decoders that are trained for it have it. Torch-free: routers read it.
+Without the first two it is the last token's state, of length 1, as decoders that are trained for it have it. Torch-free: routers read it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from twostep.pooling import Pooling
 
 MODULES = "modules.json"
 POOLING = "1_Pooling/config.json"
+TRANSFORMER = "sentence_bert_config.json"
 # Keys of config.json that say to what lengths a vector may be cut.
 MATRYOSHKA_KEYS = ("is_matryoshka", "matryoshka_dimensions")
 _MAX_JSON_BYTES = 1 << 20
@@ -32,12 +34,15 @@ _SUPPORTED = "only lasttoken and mean_tokens are supported"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingFormat:
     """`width`: numbers of a vector, as the model gives it; 0: config.json does not say. `cut_to`: the lengths it may be cut to; empty: any
-    that is shorter, or None: it is trained for no other."""
+    that is shorter, or None: it is trained for no other. `max_tokens` of an input; None: as many as the model reads.
+    `lowercase`: inputs are lowercased."""
 
     pooling: Pooling = Pooling.LAST
     normalize: bool = True
     width: int = 0
     cut_to: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    lowercase: bool = False
 
     @classmethod
     def load(cls, model_dir: Path) -> EmbeddingFormat:
@@ -46,10 +51,11 @@ class EmbeddingFormat:
         config = read_json(config_path)
         modules = _modules(model_dir)
         return cls(
-            pooling=_pooling(model_dir),
+            pooling=_pooling(model_dir, is_named=modules is not None and "Pooling" in modules),
             normalize=modules is None or "Normalize" in modules,
             width=_width(config),
             cut_to=_lengths(config, config_path),
+            **_inputs(model_dir),
         )
 
     def check_dimensions(self, dimensions: int) -> None:
@@ -98,8 +104,23 @@ def _modules(model_dir: Path) -> list[str] | None:
     return [kind for kind, _ in kinds]
 
 
-def _pooling(model_dir: Path) -> Pooling:
+def _inputs(model_dir: Path) -> dict[str, Any]:
+    """Returns the fields that say how inputs are read."""
+    path = model_dir / TRANSFORMER
+    config = read_optional_json(path, max_bytes=_MAX_JSON_BYTES)
+    most, lowercase = config.get("max_seq_length"), config.get("do_lower_case")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise SetupError(f"{path}: max_seq_length is {repr(most)[:80]}; it must be a positive whole number, or null")
+    if not isinstance(lowercase, bool | None):
+        raise SetupError(f"{path}: do_lower_case is {repr(lowercase)[:80]}; it must be true or false")
+    return {"max_tokens": most, "lowercase": bool(lowercase)}
+
+
+def _pooling(model_dir: Path, *, is_named: bool) -> Pooling:
+    """`is_named`: modules.json names a Pooling, whose file must be there."""
     path = model_dir / POOLING
+    if is_named and not path.is_file():
+        raise SetupError(f"{path} does not exist, and {MODULES} names it: it says how vectors are made; download it")
     config = read_optional_json(path, max_bytes=_MAX_JSON_BYTES) if path.parent.is_dir() else {}
     if (newer := config.get("pooling_mode")) is not None:
         if newer not in _POOLINGS:

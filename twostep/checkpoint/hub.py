@@ -47,6 +47,7 @@ _NEEDED = ("config.json", "tokenizer.json")
 _READ = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|chat_template)\.json"
     r"|chat_template\.jinja|additional_chat_templates/[\w.-]+\.jinja|modules\.json|1_Pooling/config\.json"
+    r"|sentence_bert_config\.json"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./+-]{0,254}", re.ASCII)
