@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, GetPydanticSchema, ValidationError
-from pydantic_core import PydanticCustomError, core_schema, from_json
+from pydantic_core import PydanticCustomError, PydanticOmit, core_schema, from_json
 
 from router.http.errors import HttpError
 
@@ -39,21 +39,22 @@ def packed(pack: Callable[[Any], object], kind: Any) -> GetPydanticSchema:
 
 
 class Unsupported:
-    """A field that would change the answer, and what to do instead. Accepts null, `unless`, and each value of a tuple `unless`."""
+    """A field that would change the answer, and what to do instead. Accepts null, `unless`, and each value of a tuple `unless`. The API's
+    description is without the field: it says what there is."""
 
     def __init__(self, instead: str, *, unless: Any = None) -> None:
         self._instead = instead
-        self._harmless = (None, *(unless if isinstance(unless, tuple) else () if unless is None else (unless,)))
+        self.harmless = (None, *(unless if isinstance(unless, tuple) else () if unless is None else (unless,)))
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": list(self._harmless), "description": f"Not supported: {self._instead}."}
+        raise PydanticOmit
 
     def _check(self, value: Any) -> Any:
         """Returns the harmless value that this one equals: an integer for 1.0."""
-        for harmless in self._harmless:
+        for harmless in self.harmless:
             if value == harmless and isinstance(value, bool) == isinstance(harmless, bool):
                 return harmless
         raise PydanticCustomError(_UNSUPPORTED, "{instead}", {"instead": self._instead})
