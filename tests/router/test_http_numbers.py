@@ -16,6 +16,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES},
     "/v1/completions": {"prompt": "x"},
     "/v1/responses": {"input": "x"},
+    "/v1/responses/input_tokens": {"input": "x"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
     "/v1/embeddings": {"input": "x"},
