@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from router.http import batches, chat, completions, embeddings, messages, openapi, responses, stored_responses, system, tokens, ui
+from router.http.acceptor import Acceptor
 from router.http.bodies import BODIES, Bodies
 from router.http.connections import WRITE_TIMEOUT_S, Connections, at_work, cut_unread
 from router.http.errors import errors
@@ -53,7 +54,7 @@ class Listener:
         self._tls, self._beside = tls, beside
         self._max_connections, self._keepalive_s, self._write_timeout_s = max_connections, keepalive_s, write_timeout_s
         self._tasks: list[asyncio.Task[None]] = []
-        self._listening: asyncio.Server | None = None
+        self._acceptor: Acceptor | None = None
 
     async def start(self) -> None:
         """Raises SetupError if the port is taken."""
@@ -62,16 +63,9 @@ class Listener:
         assert server is not None, "it is set up"
         limit, keepalive_s = self._max_connections, self._keepalive_s
         connections = Connections(server, self._bodies.cut_slowest, limit=limit, keepalive_timeout_s=keepalive_s)
+        acceptor = Acceptor(connections, tls=self._tls, handshake_s=None if self._tls is None else _HANDSHAKE_S)
         try:
-            self._listening = await asyncio.get_running_loop().create_server(
-                connections,
-                self.host,
-                self.port,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
-                backlog=1024,
-                reuse_address=True,
-            )
+            self.port = await acceptor.open(self.host, self.port)
         except OSError as error:
             await self._runner.cleanup()
             why = error.strerror or error
@@ -80,12 +74,12 @@ class Listener:
             ) from error
         running = (cut_unread(server, self._write_timeout_s), self._bodies.run(), *(run() for run in self._beside))
         self._tasks = [asyncio.create_task(each) for each in running]
-        self.port = int(self._listening.sockets[0].getsockname()[1])
+        self._acceptor = acceptor
 
     async def close(self, grace_s: float = _LAST_S) -> None:
         """Closes idle connections, and the others when their request is over. Cuts what still runs after `grace_s`."""
-        if self._listening is not None:
-            self._listening.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         if self._runner.server is not None:
             self._runner.server.pre_shutdown()
             await self._runner.server.shutdown(grace_s)
