@@ -17,7 +17,7 @@ from twostep.sampling_params import SamplingParams
 
 VOCAB = 211
 
-_SMALL = {
+SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -79,7 +79,7 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 _SMALL_GPT2 = {
-    **dict.fromkeys(_SMALL, ...),
+    **dict.fromkeys(SMALL, ...),
     "vocab_size": VOCAB,
     "n_embd": 48,
     "n_inner": 80,
@@ -178,7 +178,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def save_model(family: str, directory: Path, **changes: Any) -> transformers.PreTrainedModel:
     """A random float32 model of a family, with `changes` to its config, saved to `directory` and returned as transformers' own."""
     config_class, extra = FAMILIES[family]
-    config = getattr(transformers, config_class)(**{key: value for key, value in (_SMALL | extra | changes).items() if value is not ...})
+    config = getattr(transformers, config_class)(**{key: value for key, value in (SMALL | extra | changes).items() if value is not ...})
     torch.manual_seed(len(family))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

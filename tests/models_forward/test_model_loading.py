@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from forward_helpers import make_batch, reference_logits, save_model, scattered_sequences
+from forward_helpers import FAMILIES, make_batch, reference_logits, save_model, scattered_sequences
 from safetensors.torch import load_file, save_file
 
 from twostep.checkpoint.architectures import MODEL_TYPES
+from twostep.checkpoint.usual_keys import own_name
 from twostep.errors import SetupError
 from twostep.model.families.registry import ARCHITECTURES, build_model, parse_config
 from twostep.model.kernels.ops import Ops
@@ -59,6 +62,43 @@ def test_tensors_that_do_not_fit_are_named(directory: Path, change: Callable[[Te
         load(directory)
     with pytest.raises(SetupError, match=named):
         check_weights(directory)
+
+
+@pytest.mark.parametrize("family", {config_class: family for family, (config_class, _) in FAMILIES.items()}.values())
+def test_layers_that_the_config_does_not_count_are_refused(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    key = own_name(config, "num_hidden_layers")
+    last = config[key] - 1
+    cut = {name: value[:last] if name == "layer_types" else value for name, value in config.items()} | {key: last}
+    if "mlp_only_layers" in cut:
+        cut["mlp_only_layers"] = [layer for layer in cut["mlp_only_layers"] if layer < last]
+    check_weights(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(cut))
+    with pytest.raises(SetupError, match=rf"layer {last} .*\.{last}\..*{last} layers"):
+        check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(("counted", "num_stored", "served"), [(1, 1, True), (..., 1, True), (2, 2, True), (1, 2, False), (None, 1, False)])
+def test_layers_that_predict_tokens_are_passed_over_as_far_as_they_are_counted(
+    counted: Any, num_stored: int, served: bool, tmp_path: Path
+) -> None:
+    save_model("deepseek-v3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        config.pop(key, None)
+    if counted is not ...:
+        config["num_nextn_predict_layers"] = counted
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    first = config["num_hidden_layers"]
+    for layer in range(first, first + num_stored):
+        more = {f"model.layers.{layer}.eh_proj.weight": torch.zeros(48, 96), f"model.layers.{layer}.enorm.weight": torch.zeros(48)}
+        edit(tmp_path, lambda tensors, more=more: tensors.update(more))
+    if served:
+        check_weights(tmp_path)
+    else:
+        with pytest.raises(SetupError, match=f"layer {first + num_stored - 1} "):
+            check_weights(tmp_path)
 
 
 def test_architectures_are_known_before_anything_is_loaded() -> None:

@@ -33,6 +33,11 @@ MODEL_TYPES = {
 }
 
 
+def model_type_of(architecture: str) -> str:
+    """Returns what goes with one of `architectures`; empty: it is not served."""
+    return MODEL_TYPES.get(_names().get(architecture, ""), "")
+
+
 def take_architecture(fields: Fields) -> str:
     """Takes `architectures` and `model_type` out of a config.json, as read_config has it, and returns one of MODEL_TYPES. Raises
     SetupError, naming the key, for others."""
@@ -41,8 +46,7 @@ def take_architecture(fields: Fields) -> str:
         for name, known in MODEL_TYPES.items():
             if known == model_type:
                 return name
-    # Under the name of the decoder without its head, too.
-    found = {name: name for name in MODEL_TYPES} | {re.sub("(ForCausalLM|LMHeadModel)$", "Model", name): name for name in MODEL_TYPES}
+    found = _names()
     supported = "supported are " + ", ".join(MODEL_TYPES)
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str) or names[0] not in found:
         told = names[0] if isinstance(names, list) and len(names) == 1 else names if names is not None else model_type
@@ -50,3 +54,8 @@ def take_architecture(fields: Fields) -> str:
     if model_type not in (None, MODEL_TYPES[found[names[0]]]):
         fields.refuse("model_type", model_type, f"{names[0]} goes with {MODEL_TYPES[found[names[0]]]!r}; {supported}")
     return found[names[0]]
+
+
+def _names() -> dict[str, str]:
+    """Of MODEL_TYPES, by themselves and by the name of the decoder without its head."""
+    return {re.sub("(ForCausalLM|LMHeadModel)$", "Model", name): name for name in MODEL_TYPES} | {name: name for name in MODEL_TYPES}

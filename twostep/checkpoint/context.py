@@ -24,10 +24,9 @@ class YarnStretch:
 
     @classmethod
     def of(cls, rope: Mapping[str, Any], name: str, max_position_embeddings: int, path: Path) -> YarnStretch:
-        """`rope`: the parameters, called `name` in the file `path`. Null is absent, as it is in transformers, but that a factor has to be
-        named. Raises SetupError, naming the key."""
-        given = rope.get("original_max_position_embeddings")
-        original = max_position_embeddings if given is None else _length(given, f"{name}.original_max_position_embeddings", path)
+        """`rope`: the parameters, called `name` in the file `path`. Raises SetupError, naming the key."""
+        key = "original_max_position_embeddings"
+        original = _length(rope[key], f"{name}.{key}", path) if key in rope else max_position_embeddings
         if "factor" not in rope:
             raise SetupError(f"{path} has no {name}.factor; download the file again, or add the key")
         factor = rope["factor"]
@@ -51,8 +50,9 @@ def context_of(config: Mapping[str, Any], path: Path) -> int:
     """Tokens of a prompt and its answer: `max_position_embeddings`, or what yarn makes of the original context if that is more, since
     makers often leave max_position_embeddings at the original one. `path`: where `config` was read. Raises SetupError, naming the key."""
     key = "max_position_embeddings"
-    longest = _length(usual_keys(config).get(key), own_name(config, key), path)
-    name, rope = rope_of(config)
+    usual = usual_keys(config)
+    longest = _length(usual.get(key), own_name(config, key), path)
+    name, rope = rope_of(usual)
     if not isinstance(rope, Mapping) or rope_kind(rope) != "yarn":
         return longest
     return max(longest, YarnStretch.of(rope, name, longest, path).context)
@@ -61,7 +61,7 @@ def context_of(config: Mapping[str, Any], path: Path) -> int:
 def rope_of(config: Mapping[str, Any]) -> tuple[str, Any]:
     """RoPE's parameters, unchecked, after the name of their key: `rope_parameters` (transformers 5) or `rope_scaling`."""
     name = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
-    return name, config.get(name)
+    return name, config.get(name) or (None if name == "rope_scaling" else {})
 
 
 def rope_kind(rope: Mapping[str, Any]) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from twostep.checkpoint.usual_keys import usual_keys
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSizes:
@@ -33,6 +35,7 @@ def expected_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
 
 def read_expert_sizes(config: Mapping[str, Any]) -> ExpertSizes | None:
     """Returns what config.json says; None: there are no experts."""
+    config = usual_keys(config)
 
     def number(*names: str) -> int:
         value = next((config[name] for name in names if config.get(name) is not None), 0)
@@ -45,10 +48,13 @@ def read_expert_sizes(config: Mapping[str, Any]) -> ExpertSizes | None:
     dense, step = config.get("mlp_only_layers"), number("decoder_sparse_step") or 1
     dense = dense if isinstance(dense, list) else []
     first = number("first_k_dense_replace")
+    with_experts = sum(i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+    if not with_experts:
+        return None
     return ExpertSizes(
         num_experts=num_experts,
         top_k=min(top_k, num_experts),
         width=width,
         shared_width=number("shared_expert_intermediate_size") or width * number("n_shared_experts"),
-        num_layers=sum(i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        num_layers=with_experts,
     )

@@ -76,10 +76,11 @@ class Fields:
         """Takes a positive number, or None where the key is missing or null."""
         return self.positive_float(key) if self.peek(key) is not None else self.take(key, None)
 
-    def boolean(self, key: str, default: bool) -> bool:
+    def boolean(self, key: str, default: bool, *, null: bool | None = None) -> bool:
+        """`null`: what that counts as; None: it is refused."""
         value = self.take(key, default)
-        if value is None:
-            return default
+        if value is None and null is not None:
+            return null
         if not isinstance(value, bool):
             self.refuse(key, value, "it must be true or false")
         return value

@@ -76,7 +76,7 @@ def _scheme(outer: Fields, raw: Any) -> KvScheme:
     fields = outer.inner("kv_cache_scheme", raw)
     fields.expect("num_bits", 8, default=8)
     kind, strategy = fields.take("type", "float"), fields.take("strategy", "tensor")
-    dynamic = fields.boolean("dynamic", False)
+    dynamic = fields.boolean("dynamic", False, null=False)
     if kind not in ("float", "int"):
         fields.refuse("type", kind, "float and int are supported")
     for key in ("group_size", "block_structure"):

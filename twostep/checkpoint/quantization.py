@@ -220,8 +220,8 @@ def _gptq(fields: Fields) -> Quantization:
         is_float=False,
         bits=int(bits),
         block=(1, _group_size(fields, "group_size")),
-        symmetric=fields.boolean("sym", True),
-        ordered=fields.boolean("desc_act", False),
+        symmetric=fields.boolean("sym", True, null=True),
+        ordered=fields.boolean("desc_act", False, null=False),
     )
     inside = fields.take("modules_in_block_to_quantize", None)
     targets: tuple[str, ...] = (_ANY_LINEAR,)
@@ -229,7 +229,7 @@ def _gptq(fields: Fields) -> Quantization:
         flat = [name for each in inside for name in (each if isinstance(each, list) else [each])] if isinstance(inside, list) else [None]
         targets = tuple(_module(fields, "modules_in_block_to_quantize", name) for name in flat)
     ignored = _modules(fields, "modules_to_not_convert")
-    if fields.boolean("lm_head", False):
+    if fields.boolean("lm_head", False, null=False):
         return Quantization(method="gptq", groups=(FormatGroup(targets=(*targets, HEAD), format=format),), ignored=ignored)
     return _one("gptq", format, ignored, targets)
 
@@ -286,7 +286,7 @@ def _group(outer: Fields, key: str, raw: Any, default: Any) -> FormatGroup:
     if (packed and kind == "float") or (layout, kind) in (("int-quantized", "float"), ("float-quantized", "int")):
         weights.refuse("type", kind, f"it contradicts the format {layout}; fix one of the two")
     block, strategy = _weight_block(weights)
-    symmetric = weights.boolean("symmetric", True)
+    symmetric = weights.boolean("symmetric", True, null=True)
     if not symmetric and (kind == "float" or strategy == "block" or (packed and strategy == "tensor")):
         weights.refuse("symmetric", symmetric, f"there are no zero points with type {kind} and strategy {strategy} in {layout}")
     weights.expect("dynamic", False, default=False)
@@ -339,7 +339,7 @@ def _weight_block(fields: Fields) -> tuple[tuple[int, int], str]:
 def _activations(fields: Fields) -> Activations:
     kind, _ = _number_kind(fields, (8,))
     strategy = _choice(fields, "strategy", ("tensor", "token", "group"), default="tensor")
-    dynamic, symmetric = fields.take("dynamic", False), fields.boolean("symmetric", True)
+    dynamic, symmetric = fields.take("dynamic", False), fields.boolean("symmetric", True, null=True)
     if not isinstance(dynamic, bool):
         fields.refuse("dynamic", dynamic, "true and false are supported")
     if not dynamic and (strategy != "tensor" or not symmetric):

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from twostep.checkpoint.architectures import model_type_of
+
 # By `model_type`: the usual name of a key, and that architecture's own.
 _NAMES = {
     "falcon": {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
@@ -26,8 +28,11 @@ _NAMES = {
     },
 }
 # What transformers takes for granted where the file says nothing.
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
+    "deepseek_v3": {"first_k_dense_replace": 3, "n_shared_experts": 1, "q_lora_rank": 1536},
     "falcon": {"max_position_embeddings": 2048, "tie_word_embeddings": True},
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
@@ -47,25 +52,9 @@ WITH_ENCODER = ("t5",)  # before the decoder: it reads the prompt
 _PLAIN = ("falcon", "gpt2", "gpt_neox", "opt", "starcoder2")  # MLPs of two products, not three
 
 
-# For files without model_type: those above by what `architectures` calls them.
-_KINDS = {
-    "FalconForCausalLM": "falcon",
-    "GPT2LMHeadModel": "gpt2",
-    "GPTNeoXForCausalLM": "gpt_neox",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "GemmaForCausalLM": "gemma",
-    "OPTForCausalLM": "opt",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3NextForCausalLM": "qwen3_next",
-    "Starcoder2ForCausalLM": "starcoder2",
-    "T5ForConditionalGeneration": "t5",
-}
-
-
 def kind_of(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
-    return str(config.get("model_type") or (_KINDS.get(str(names[0]), "") if isinstance(names, list) and names else ""))
+    return str(config.get("model_type") or (model_type_of(str(names[0])) if isinstance(names, list) and names else ""))
 
 
 def own_name(config: Mapping[str, Any], key: str) -> str:
@@ -82,15 +71,18 @@ def usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = config[own]
     if kind == "falcon" and not config.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1 if config.get("multi_query", True) else config.get("num_attention_heads")
-    if kind == "t5" and config.get("num_decoder_layers") is None:
-        found["num_hidden_layers"] = config.get("num_layers")
+    if kind == "gpt_oss" and config.get("rope_parameters") is None and not config.get("rope_scaling"):
+        found["rope_parameters"] = GPT_OSS_ROPE
+    if kind == "t5":
+        if config.get("num_decoder_layers") is None:
+            found["num_hidden_layers"] = config.get("num_layers")
+        if config.get("tie_word_embeddings") is None:
+            found["tie_word_embeddings"] = True
     width = found.get("hidden_size")
     if kind in _FOUR_TIMES and isinstance(width, int):
         found.setdefault("intermediate_size", 4 * width)
-    for key, value in _DEFAULTS.get(kind, {}).items():
-        if found.get(key) is None:
-            found[key] = value
-    return found
+    # What null means is another matter: some families refuse it, and for `q_lora_rank` it is a value.
+    return _DEFAULTS.get(kind, {}) | found
 
 
 def num_kv_layers(config: Mapping[str, Any], num_layers: int) -> int:

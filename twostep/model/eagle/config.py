@@ -127,12 +127,12 @@ def parse_eagle_config(head_dir: Path) -> EagleConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=fields.positive_float("rms_norm_eps", 1e-6),
-        rope=parse_rope(fields, longest),
+        rope=parse_rope(fields, longest, head_dim=head_dim),
         max_model_len=longest,
         layers=_layers(fields),
-        norm_before_residual=fields.boolean("norm_before_residual", False),
-        attention_bias=fields.boolean("attention_bias", False),
-        mlp_bias=fields.boolean("mlp_bias", False),
+        norm_before_residual=fields.boolean("norm_before_residual", False, null=False),
+        attention_bias=fields.boolean("attention_bias", False, null=False),
+        mlp_bias=fields.boolean("mlp_bias", False, null=False),
         dtype=_dtype(fields, head_dir),
     )
     for key in ("draft_vocab_size", "head_dim", "num_key_value_heads", "target_hidden_size"):

@@ -9,7 +9,7 @@ read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -110,9 +110,9 @@ class Decoder(ABC):
             latent=c.latent,
         )
 
-    def is_unused(self, name: str) -> bool:
-        """Returns whether a tensor of this name may be in a checkpoint although nothing here reads it."""
-        return False
+    def unused(self, names: Collection[str]) -> Collection[str]:
+        """Returns which of a checkpoint's tensors may be there although nothing here reads them."""
+        return ()
 
     @property
     def _head_rows(self) -> slice:

@@ -3,12 +3,12 @@ first few with a mixture of experts, beside which shared ones take every token."
 
 from __future__ import annotations
 
-import re
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 
-from twostep.checkpoint.context import context_of
+from twostep.checkpoint.context import context_of, rope_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.config import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ExpertsConfig, ModelConfig
@@ -24,11 +24,11 @@ from twostep.model.kernels.experts import ExpertRouter, GroupScore, Scores
 from twostep.model.kernels.latent import LatentDims
 from twostep.model.kernels.ops import Ops
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _OF_EXPERTS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq", "n_group", "topk_group",
     "topk_method", "norm_topk_prob", "routed_scaling_factor", "scoring_func",
 )  # fmt: skip
+_V3_KV_HEADS, _Q_LORA_RANK = 128, 1536  # where the file says nothing
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "router_aux_loss_coef")
 
 
@@ -64,10 +64,12 @@ class DeepseekV3(DeepseekV2):
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
-        counts = [fields.take(key, None) or 0 for key in ("num_nextn_predict_layers", "num_mtp_layers")]
+        # Two names of one number, of which either may be there.
+        default = 0 if fields.has("num_mtp_layers") else 1
+        counts = [fields.take("num_nextn_predict_layers", default) or 0, fields.take("num_mtp_layers", 0)]
         if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
             fields.refuse("num_nextn_predict_layers", counts, "it must be a whole number from 0 on")
-        config = _parse(cls.architecture, fields, dtype, interleaved=fields.boolean("rope_interleave", True))
+        config = _parse(cls.architecture, fields, dtype, interleaved=fields.boolean("rope_interleave", True, null=False))
         return replace(config, num_mtp_layers=max(counts))
 
     def _mlp(self, index: int) -> Mlp:
@@ -85,10 +87,12 @@ class DeepseekV3(DeepseekV2):
             self.next_token.finish_loading(self._ops)
         super().finish_loading()
 
-    def is_unused(self, name: str) -> bool:
-        # Of the layer that predicts tokens the embedding and the output layer are the model's, which are stored again.
-        found = _LAYER.match(name)
-        return found is not None and int(found[1]) >= self.config.num_layers
+    def unused(self, names: Collection[str]) -> Collection[str]:
+        # Layers that predict tokens: of the one that is used, embedding and output layer are the model's, which are stored again.
+        first = self.config.num_layers
+        layers = [f"{self.layers_name}.{i}." for i in range(first, first + self.config.num_mtp_layers)]
+        of_drafts = tuple(layer for layer in layers if any(name.startswith(f"{layer}eh_proj.") for name in names))
+        return {name for name in names if name.startswith(of_drafts)}
 
 
 def _parse(architecture: str, fields: Fields, dtype: str, *, interleaved: bool) -> ModelConfig:
@@ -98,14 +102,15 @@ def _parse(architecture: str, fields: Fields, dtype: str, *, interleaved: bool) 
     fields.expect("mlp_bias", False, default=False)
     num_layers = fields.positive_int("num_hidden_layers", MAX_LAYERS)
     num_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
-    if fields.take("num_key_value_heads", num_heads) not in (None, num_heads):
-        fields.refuse("num_key_value_heads", fields.whole["num_key_value_heads"], f"all heads share a latent: it must be {num_heads}")
-    num_dense = fields.take("first_k_dense_replace", 0)
+    is_v3 = architecture == DeepseekV3.architecture
+    num_kv_heads = fields.take("num_key_value_heads", _V3_KV_HEADS if is_v3 else None)
+    if num_kv_heads not in (None, num_heads):
+        fields.refuse("num_key_value_heads", num_kv_heads, f"all heads share a latent: it must be {num_heads}, or null")
+    num_dense = fields.take("first_k_dense_replace", 3 if is_v3 else 0)
     if not isinstance(num_dense, int) or isinstance(num_dense, bool) or num_dense < 0:
         fields.refuse("first_k_dense_replace", num_dense, "it must be a whole number from 0 on")
     for key in _OF_TRAINING + (_OF_EXPERTS if num_dense >= num_layers else ()):
         fields.take(key, None)
-    rope = parse_rope(fields, fields.positive_int("max_position_embeddings", MAX_MODEL_LEN))
     dims = LatentDims(
         nope=fields.positive_int("qk_nope_head_dim", MAX_HEAD_DIM),
         rope=fields.positive_int("qk_rope_head_dim", MAX_HEAD_DIM),
@@ -115,14 +120,18 @@ def _parse(architecture: str, fields: Fields, dtype: str, *, interleaved: bool) 
     )
     if dims.rope % 2:
         fields.refuse("qk_rope_head_dim", dims.rope, "rotary embedding needs an even one")
+    rope = parse_rope(fields, fields.positive_int("max_position_embeddings", MAX_MODEL_LEN), head_dim=dims.rope)
     for key, value in (("head_dim", dims.rope), ("qk_head_dim", dims.query)):
         if fields.take(key, value) not in (None, value):
             fields.refuse(key, fields.whole[key], f"the parts of a head make it {value}")
-    q_lora_rank = 0
-    if fields.peek("q_lora_rank") is not None:
-        q_lora_rank = fields.positive_int("q_lora_rank", MAX_WIDTH)
+    q_lora_rank = _Q_LORA_RANK
+    if fields.has("q_lora_rank"):
+        q_lora_rank = 0 if fields.peek("q_lora_rank") is None else fields.positive_int("q_lora_rank", MAX_WIDTH)
     fields.take("q_lora_rank", None)
     sharper = rope.scaling.score_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    name, raw = rope_of(fields.whole)
+    if sharper != 1.0 and raw["factor"] is None:
+        fields.refuse(f"{name}.factor", None, "with mscale_all_dim it must be a number")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.positive_int("vocab_size", MAX_VOCAB_SIZE),
@@ -152,11 +161,11 @@ def _parse(architecture: str, fields: Fields, dtype: str, *, interleaved: bool) 
 def _parse_experts(architecture: str, fields: Fields, num_dense: int, num_layers: int) -> ExpertsConfig:
     fields.expect("moe_layer_freq", 1, default=1)
     size = fields.positive_int("moe_intermediate_size", MAX_WIDTH)
-    num_shared = 0
-    if fields.peek("n_shared_experts"):
-        num_shared = fields.positive_int("n_shared_experts", MAX_EXPERTS)
-    fields.take("n_shared_experts", None)
     is_v3 = architecture == DeepseekV3.architecture
+    num_shared = 1 if is_v3 else 2
+    if fields.has("n_shared_experts"):
+        num_shared = 0 if fields.peek("n_shared_experts") == 0 else fields.positive_int("n_shared_experts", MAX_EXPERTS)
+    fields.take("n_shared_experts", None)
     return ExpertsConfig(
         router=_parse_groups(fields, is_v3=is_v3),
         layers=(False,) * num_dense + (True,) * (num_layers - num_dense),
@@ -172,7 +181,7 @@ def _parse_groups(fields: Fields, *, is_v3: bool) -> ExpertRouter:
     if is_v3:
         fields.expect("scoring_func", "sigmoid", default="sigmoid")
         fields.expect("topk_method", "noaux_tc", default="noaux_tc")
-        renormalize, grouped = fields.boolean("norm_topk_prob", True), True
+        renormalize, grouped = fields.boolean("norm_topk_prob", True, null=False), True
     else:
         fields.expect("scoring_func", "softmax", default="softmax")
         # DeepSeek's own code and transformers differ in what it means, and no published model has it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from twostep.checkpoint.context import context_of
-from twostep.checkpoint.directory import MAX_VOCAB_SIZE
+from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.attention import Attention
 from twostep.model.families.config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig, parse_activation
@@ -35,18 +35,19 @@ class Falcon(Decoder):
             fields.refuse("hidden_size", hidden_size, f"it must be an even multiple of num_attention_heads ({num_heads})")
         num_layers = fields.positive_int("num_hidden_layers", MAX_LAYERS)
         max_model_len = context_of(fields.whole, fields.path)
-        fields.take("max_position_embeddings", None)
+        if fields.has("max_position_embeddings"):
+            fields.positive_int("max_position_embeddings", MAX_MODEL_LEN)
         inner = fields.positive_int("ffn_hidden_size", MAX_WIDTH) if fields.peek("ffn_hidden_size") is not None else 4 * hidden_size
         if (factor := fields.take("ff_factor", None)) not in (None, inner / hidden_size):
             fields.refuse("ff_factor", factor, f"it contradicts ffn_hidden_size ({inner})")
-        num_kv_heads, parallel = _num_kv_heads(fields, num_heads), fields.boolean("parallel_attn", True)
-        is_new = fields.boolean("new_decoder_architecture", False)
+        num_kv_heads, parallel = _num_kv_heads(fields, num_heads), fields.boolean("parallel_attn", True, null=False)
+        is_new = fields.boolean("new_decoder_architecture", False, null=False)
         num_norms = fields.take("num_ln_in_parallel_attn", None) or (2 if is_new or not parallel else 1)
         if is_new and not parallel:
             fields.refuse("parallel_attn", parallel, "layers of new_decoder_architecture are parallel")
         if num_norms not in ((1, 2) if is_new else (1 if parallel else 2,)):
             fields.refuse("num_ln_in_parallel_attn", num_norms, "supported are 1 and 2, with new_decoder_architecture")
-        bias = fields.boolean("bias", False)
+        bias = fields.boolean("bias", False, null=False)
         return ModelConfig(
             architecture=cls.architecture,
             vocab_size=fields.positive_int("vocab_size", MAX_VOCAB_SIZE),
@@ -57,7 +58,7 @@ class Falcon(Decoder):
             num_kv_heads=num_kv_heads,
             head_dim=hidden_size // num_heads,
             norm_eps=fields.positive_float("layer_norm_epsilon", 1e-5),
-            rope=parse_rope(fields, max_model_len),
+            rope=parse_rope(fields, max_model_len, head_dim=hidden_size // num_heads),
             num_positions=0,
             windows=(0,) * num_layers,
             max_model_len=max_model_len,
@@ -101,7 +102,7 @@ class Falcon(Decoder):
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
     given = fields.positive_int("num_kv_heads", MAX_HEADS) if fields.peek("num_kv_heads") is not None else num_heads
     fields.take("num_kv_heads", None)
-    multi_query = fields.boolean("multi_query", True)
+    multi_query = fields.boolean("multi_query", True, null=False)
     if fields.peek("new_decoder_architecture"):
         if num_heads % given:
             fields.refuse("num_kv_heads", given, f"it must divide num_attention_heads ({num_heads})")

@@ -15,7 +15,7 @@ from twostep.checkpoint.fields import Fields
 from twostep.model.families.attention import Attention
 from twostep.model.families.config import MAX_HEAD_DIM, ModelConfig, WindowRule, parse_activation, parse_windows
 from twostep.model.families.layers import DecoderLayer, SandwichLayer
-from twostep.model.families.llama import Llama, parse_relative
+from twostep.model.families.llama import Llama, coming_head_dim, parse_relative
 from twostep.model.families.mlp import GatedMlp
 from twostep.model.families.modules import Norm, RmsNorm
 from twostep.model.families.rope import Rope, parse_parameters, parse_rope
@@ -109,7 +109,7 @@ class Gemma3(Gemma2):
         period = 6
         for key in ("sliding_window_pattern", "_sliding_window_pattern"):
             period = fields.positive_int(key, _NO_END) if fields.peek(key) is not None else period
-        rope, local = _ropes(fields, context_of(fields.whole, fields.path))
+        rope, local = _ropes(fields, context_of(fields.whole, fields.path), coming_head_dim(fields, _HEAD_DIM))
         activation = parse_activation(fields, "hidden_activation", _GELU)
         # Layers with a window turn at their rate also where it is longer than the context.
         copy = Fields(fields.path, fields.whole)
@@ -123,21 +123,25 @@ class Gemma3(Gemma2):
         return Attention(c, make, qk_norms=(make.rms_norm_from_one(c.head_dim), make.rms_norm_from_one(c.head_dim)))
 
 
-def _ropes(fields: Fields, longest: int) -> tuple[Rope, Rope]:
+def _ropes(fields: Fields, longest: int, head_dim: int) -> tuple[Rope, Rope]:
     """Takes RoPE of layers that see all keys and of those with a window, in the layouts of transformers 5 and 4."""
-    local_theta = fields.optional_float("rope_local_base_freq") or _LOCAL_THETA
+    # Null only where rope_parameters have what counts.
+    key = "rope_local_base_freq"
+    local_theta = fields.optional_float(key) if fields.has(key) else _LOCAL_THETA
     by_kind = fields.peek("rope_parameters")
     if by_kind is None:
-        return parse_rope(fields, longest, theta=_THETA), Rope(theta=local_theta)
+        if local_theta is None:
+            fields.refuse(key, None, "it must be a positive number")
+        return parse_rope(fields, longest, head_dim=head_dim, theta=_THETA), Rope(theta=local_theta)
     fields.take("rope_parameters", None)
-    theta = fields.optional_float("rope_theta") or _THETA
+    theta = fields.optional_float("rope_theta") if fields.has("rope_theta") else _THETA
     kinds = {"full_attention": theta, "sliding_attention": local_theta}
     if not isinstance(by_kind, dict) or not by_kind.keys() <= kinds.keys():
         fields.refuse("rope_parameters", by_kind, f"it must have {' and '.join(kinds)}")
     full, sliding = (
-        Rope(theta=theta)
-        if by_kind.get(kind) is None
-        else parse_parameters(fields, f"rope_parameters.{kind}", by_kind[kind], longest, theta=theta)
+        parse_parameters(
+            fields, f"rope_parameters.{kind}", {} if by_kind.get(kind) is None else by_kind[kind], longest, head_dim=head_dim, theta=theta
+        )
         for kind, theta in kinds.items()
     )
     return full, sliding

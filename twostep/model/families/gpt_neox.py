@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from twostep.checkpoint.context import context_of
+from twostep.checkpoint.context import context_of, rope_of
 from twostep.checkpoint.directory import MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.attention import Attention
@@ -16,6 +16,22 @@ from twostep.model.families.layers import DecoderLayer, ParallelLayer
 from twostep.model.families.mlp import PlainMlp
 from twostep.model.families.modules import Norm
 from twostep.model.families.rope import parse_rope
+
+# GPT-NeoX's own name of what others call rope_theta and partial_rotary_factor, that name, and what it is where the file does not say.
+_ROPE = (("rotary_emb_base", "rope_theta", 10000.0), ("rotary_pct", "partial_rotary_factor", 0.25))
+
+
+def _own(fields: Fields, key: str, usual: str, default: float) -> float:
+    """Takes one of _ROPE by both names, of which transformers reads the first alone."""
+    _, parameters = rope_of(fields.whole)
+    if isinstance(parameters, dict) and parameters.get(usual) is not None:
+        # What stands there counts.
+        default = fields.optional_float(key) or default
+    else:
+        default = fields.positive_float(key, default)
+    if fields.take(usual, None) not in (None, default):
+        fields.refuse(usual, fields.whole[usual], f"GPT-NeoX's own key is {key}, and makes it {default}; keep that one")
+    return default
 
 
 class GptNeox(Decoder):
@@ -35,7 +51,7 @@ class GptNeox(Decoder):
         num_layers = fields.positive_int("num_hidden_layers", MAX_LAYERS)
         max_model_len = context_of(fields.whole, fields.path)
         fields.take("max_position_embeddings", None)
-        theta, turned = fields.optional_float("rotary_emb_base") or 10000.0, fields.optional_float("rotary_pct") or 0.25
+        theta, turned = (_own(fields, *names) for names in _ROPE)
         head_dim = hidden_size // num_heads
         bias = fields.boolean("attention_bias", True)
         return ModelConfig(

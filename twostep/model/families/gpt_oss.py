@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from twostep.checkpoint.fields import Fields
+from twostep.checkpoint.usual_keys import GPT_OSS_ROPE
 from twostep.model.families.attention import Attention
 from twostep.model.families.config import ExpertsConfig, ModelConfig, WindowRule
 from twostep.model.families.experts import ExpertNames, parse_router
@@ -59,6 +60,8 @@ class GptOss(Llama):
             period=2,
             head_dim=64,
             norm_eps=1e-5,
+            theta=150000.0,
+            default_rope=GPT_OSS_ROPE,
             qkv_bias=bias,
             o_bias=bias,
         )

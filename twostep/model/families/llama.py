@@ -3,6 +3,9 @@ RoPE, a gated MLP."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from twostep.checkpoint.context import context_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN, MAX_VOCAB_SIZE
 from twostep.checkpoint.fields import Fields
@@ -42,6 +45,8 @@ class Llama(Decoder):
             fields,
             dtype,
             names_kv_heads=False,
+            null_kv_heads=True,
+            null_head_dim=True,
             qkv_bias=bias,
             o_bias=bias,
             mlp_bias=fields.boolean("mlp_bias", False),
@@ -72,7 +77,7 @@ class Mistral(Llama):
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
-        return parse_relative(cls.architecture, fields, dtype, windows=WindowRule.ALL)
+        return parse_relative(cls.architecture, fields, dtype, windows=WindowRule.ALL, null_head_dim=True)
 
 
 def parse_relative(
@@ -84,32 +89,40 @@ def parse_relative(
     window: int | None = DEFAULT_WINDOW,
     period: int = 1,
     names_kv_heads: bool = True,
+    null_kv_heads: bool = False,
     head_dim: int | None = None,
+    null_head_dim: bool = False,
     norm_eps: float = 1e-6,
     norm_key: str = "rms_norm_eps",
     tied: bool = False,
+    theta: float = 10000.0,
+    default_rope: Mapping[str, Any] | None = None,
     rope: Rope | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
     activation: Activation | None = None,
 ) -> ModelConfig:
-    """Takes what all relatives of Llama have. `names_kv_heads`: num_key_value_heads may not be left out. `window`, `head_dim`, `norm_eps`,
-    `tied`: where the file does not say. `rope`, `activation`: if they are taken already."""
+    """Takes what all relatives of Llama have. `names_kv_heads`: num_key_value_heads may not be left out. `null_kv_heads`, `null_head_dim`:
+    null counts as one for each head, and as hidden_size / num_attention_heads. `window`, `head_dim`, `norm_eps`, `tied`, `theta`,
+    `default_rope`: where the file does not say. `rope`, `activation`: if they are taken already."""
     if activation is None:
         fields.expect("hidden_act", "silu", default="silu")
     hidden_size = fields.positive_int("hidden_size", MAX_WIDTH)
     num_heads = fields.positive_int("num_attention_heads", MAX_HEADS)
     num_layers = fields.positive_int("num_hidden_layers", MAX_LAYERS)
     longest = fields.positive_int("max_position_embeddings", MAX_MODEL_LEN)
+    size = _head_dim(fields, head_dim, hidden_size, num_heads, may_be_null=null_head_dim)
     if rope is None:
-        rope = parse_rope(fields, longest)
+        rope = parse_rope(fields, longest, head_dim=size, theta=theta, default=default_rope)
     max_model_len = context_of(fields.whole, fields.path)
-    num_kv_heads = num_heads
-    if names_kv_heads or fields.peek("num_key_value_heads") is not None:
-        num_kv_heads = fields.positive_int("num_key_value_heads", MAX_HEADS)
+    num_kv_heads, key = num_heads, "num_key_value_heads"
+    if (fields.has(key) and fields.peek(key) is None and null_kv_heads) or not (fields.has(key) or names_kv_heads):
+        fields.take(key, None)
+    else:
+        num_kv_heads = fields.positive_int(key, MAX_HEADS)
         if num_heads % num_kv_heads:
-            fields.refuse("num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})")
+            fields.refuse(key, num_kv_heads, f"it must divide num_attention_heads ({num_heads})")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.positive_int("vocab_size", MAX_VOCAB_SIZE),
@@ -118,7 +131,7 @@ def parse_relative(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(fields, head_dim, hidden_size, num_heads),
+        head_dim=size,
         norm_eps=fields.positive_float(norm_key, norm_eps),
         rope=rope,
         num_positions=0,
@@ -133,17 +146,17 @@ def parse_relative(
     )
 
 
-def coming_head_dim(fields: Fields) -> int:
-    """Returns a head's size without taking it. Raises SetupError, naming the key."""
+def coming_head_dim(fields: Fields, default: int | None = None) -> int:
+    """Returns a head's size without taking it; `default`: where the file does not say. Raises SetupError, naming the key."""
     copy = Fields(fields.path, fields.whole)
     hidden_size, num_heads = copy.positive_int("hidden_size", MAX_WIDTH), copy.positive_int("num_attention_heads", MAX_HEADS)
-    return _head_dim(copy, None, hidden_size, num_heads)
+    return _head_dim(copy, default, hidden_size, num_heads, may_be_null=True)
 
 
-def _head_dim(fields: Fields, default: int | None, hidden_size: int, num_heads: int) -> int:
+def _head_dim(fields: Fields, default: int | None, hidden_size: int, num_heads: int, *, may_be_null: bool) -> int:
     if default is not None and not fields.has("head_dim"):
         return default
-    if fields.peek("head_dim") is not None:
+    if fields.has("head_dim") and not (may_be_null and fields.peek("head_dim") is None):
         head_dim = fields.positive_int("head_dim", MAX_HEAD_DIM)
     else:
         fields.take("head_dim", None)

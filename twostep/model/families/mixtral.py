@@ -23,11 +23,9 @@ class Mixtral(Llama):
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
         fields.take("router_jitter_noise", None)  # of training
         router = parse_router(fields, "num_local_experts", renormalize=True)
-        if fields.peek("rope_theta") is None and fields.peek("rope_parameters") is None:
-            fields.refuse("rope_theta", None, "releases of transformers differ in what that means; add the key (Mixtral-8x7B's is 1e6)")
         # Mistral's window goes without saying, Mixtral's does not.
         windows = WindowRule.ALL if fields.has("sliding_window") else WindowRule.NONE
-        config = parse_relative(cls.architecture, fields, dtype, windows=windows)
+        config = parse_relative(cls.architecture, fields, dtype, windows=windows, norm_eps=1e-5, theta=1e6, null_head_dim=True)
         experts = ExpertsConfig(router=router, layers=(True,) * config.num_layers, intermediate_size=config.intermediate_size)
         return replace(config, experts=experts)
 

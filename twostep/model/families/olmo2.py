@@ -19,7 +19,9 @@ class Olmo2(Llama):
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
         bias = fields.boolean("attention_bias", False)
-        return parse_relative(cls.architecture, fields, dtype, names_kv_heads=False, norm_eps=1e-5, qkv_bias=bias, o_bias=bias)
+        return parse_relative(
+            cls.architecture, fields, dtype, names_kv_heads=False, null_kv_heads=True, norm_eps=1e-5, qkv_bias=bias, o_bias=bias
+        )
 
     def _layer(self, index: int) -> DecoderLayer:
         c, make = self.config, self._make

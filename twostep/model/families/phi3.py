@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from twostep.checkpoint.context import context_of
+from twostep.checkpoint.context import context_of, rope_of
 from twostep.checkpoint.directory import MAX_MODEL_LEN
 from twostep.checkpoint.fields import Fields
 from twostep.model.families.config import ModelConfig, WindowRule
 from twostep.model.families.fused import Fused, fused
 from twostep.model.families.llama import Llama, coming_head_dim, parse_relative
-from twostep.model.families.rope import parse_rope
+from twostep.model.families.rope import LongRopeScaling, parse_rope
 
 _ORIGINAL = 4096
 
@@ -27,9 +27,21 @@ class Phi3(Llama):
             fields.expect(key, 1, default=1)
         key = "original_max_position_embeddings"
         original = fields.positive_int(key, MAX_MODEL_LEN) if fields.has(key) else _ORIGINAL
-        rope = parse_rope(fields, context_of(fields.whole, fields.path), head_dim=coming_head_dim(fields), original=original)
+        turned = fields.positive_float("partial_rotary_factor", 1.0)
+        longest = context_of(fields.whole, fields.path)
+        rope = parse_rope(fields, longest, head_dim=coming_head_dim(fields), turned=turned, original=original)
+        if not (rope.scaling is None or isinstance(rope.scaling, LongRopeScaling)):
+            fields.refuse(*rope_of(fields.whole), "only longrope is supported")
         return parse_relative(
-            cls.architecture, fields, dtype, windows=WindowRule.ALL, window=None, names_kv_heads=False, norm_eps=1e-5, rope=rope
+            cls.architecture,
+            fields,
+            dtype,
+            windows=WindowRule.ALL,
+            window=None,
+            names_kv_heads=False,
+            null_kv_heads=True,
+            norm_eps=1e-5,
+            rope=rope,
         )
 
     @classmethod

@@ -17,7 +17,7 @@ class Qwen2(Llama):
 
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
-        return parse_relative(cls.architecture, fields, dtype, windows=WindowRule.SWITCHED, qkv_bias=True)
+        return parse_relative(cls.architecture, fields, dtype, windows=WindowRule.SWITCHED, null_kv_heads=True, qkv_bias=True)
 
 
 class Qwen3(Llama):
@@ -27,7 +27,9 @@ class Qwen3(Llama):
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
         bias = fields.boolean("attention_bias", False)
-        return parse_relative(cls.architecture, fields, dtype, windows=WindowRule.SWITCHED, head_dim=128, qkv_bias=bias, o_bias=bias)
+        return parse_relative(
+            cls.architecture, fields, dtype, windows=WindowRule.SWITCHED, null_kv_heads=True, head_dim=128, qkv_bias=bias, o_bias=bias
+        )
 
     def _attention(self) -> Attention:
         c, make = self.config, self._make

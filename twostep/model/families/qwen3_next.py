@@ -3,7 +3,7 @@ them a mixture of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from twostep.checkpoint.fields import Fields
@@ -49,9 +49,9 @@ class Qwen3Next(Llama):
             "linear_attn.conv1d", {f"linear_attn.conv1d.{each}": rows for each, rows in zip("qkv", (keys, keys, values), strict=True)}
         )
 
-    def is_unused(self, name: str) -> bool:
+    def unused(self, names: Collection[str]) -> Collection[str]:
         # Layers that draft tokens.
-        return name.startswith("mtp.")
+        return {name for name in names if name.startswith("mtp.")}
 
     def _layer(self, index: int) -> DecoderLayer:
         c, make = self.config, self._make

@@ -19,7 +19,8 @@ class Qwen2Moe(Qwen2):
     @classmethod
     def parse(cls, fields: Fields, dtype: str) -> ModelConfig:
         _expect_no_windows(cls.architecture, fields)
-        config = parse_relative(cls.architecture, fields, dtype, windows=WindowRule.SWITCHED, qkv_bias=fields.boolean("qkv_bias", True))
+        bias = fields.boolean("qkv_bias", True)
+        config = parse_relative(cls.architecture, fields, dtype, windows=WindowRule.SWITCHED, null_kv_heads=True, qkv_bias=bias)
         return replace(config, experts=parse_experts(config, fields, is_shared=True))
 
 
@@ -47,7 +48,7 @@ def parse_experts(config: ModelConfig, fields: Fields, *, is_shared: bool = Fals
     other = "num_local_experts"
     if fields.has(other) and fields.has("num_experts") and fields.peek(other) != fields.peek("num_experts"):
         fields.refuse(other, fields.peek(other), f"it contradicts num_experts ({fields.peek('num_experts')}); keep one of them")
-    key = "num_experts" if fields.has("num_experts") else other
+    key = other if fields.has(other) and not fields.has("num_experts") else "num_experts"
     router = parse_router(fields, key, renormalize=fields.boolean("norm_topk_prob", renormalize))
     fields.take(other, None)
     size = fields.positive_int("moe_intermediate_size", MAX_WIDTH)

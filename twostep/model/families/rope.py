@@ -12,6 +12,7 @@ config.json has them as `rope_parameters` (transformers 5), or as `rope_theta` a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,26 +165,29 @@ def parse_rope(
     fields: Fields,
     max_position_embeddings: int,
     *,
-    head_dim: int | None = None,
-    theta: float = _DEFAULT_THETA,
-    turned: float = 1.0,
+    head_dim: int,
+    turned: float | None = None,
+    theta: float | None = _DEFAULT_THETA,
     original: int | None = None,
+    default: Mapping[str, Any] | None = None,
 ) -> Rope:
-    """Takes RoPE out of config.json. `head_dim`: a part of a head may turn, `turned` of it if the file does not say; None: all of it does.
-    `theta`: where the file has none; `original`: max_position_embeddings before longrope. Raises SetupError, naming the key, for a type or
-    a parameter that is not supported."""
-    if fields.peek("rope_theta") is not None:
-        theta = fields.positive_float("rope_theta")
-    fields.take("rope_theta", None)
-    if head_dim is not None and fields.peek("partial_rotary_factor") is not None:
-        turned = fields.positive_float("partial_rotary_factor")
-    new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None)
+    """Takes RoPE out of config.json. `turned`: the part of a head's numbers that turns if the file does not say; None: all of them turn,
+    whatever it says. `theta`, `default`: the base and the other parameters where the file has none (`theta` None: it has to);
+    `original`: max_position_embeddings before longrope. Raises SetupError, naming the key, for a type or a parameter that is not
+    supported."""
+    # Null only where the parameters have one of their own.
+    theta = fields.optional_float("rope_theta") if fields.has("rope_theta") else theta
+    if fields.peek("partial_rotary_factor") is not None:
+        if turned is None:
+            fields.expect("partial_rotary_factor", 1.0, default=1.0)
+        else:
+            turned = fields.positive_float("partial_rotary_factor")
+    new, old = fields.take("rope_parameters", None), fields.take("rope_scaling", None) or None
     name, raw = rope_of({"rope_parameters": new, "rope_scaling": old})
     if new is not None and old is not None and new != old:
         fields.refuse("rope_scaling", old, "it contradicts rope_parameters; keep one of them")
-    if raw is None:
-        return Rope(theta=theta, dim=_turning(fields, "partial_rotary_factor", turned, head_dim))
-    return parse_parameters(fields, name, raw, max_position_embeddings, head_dim=head_dim, theta=theta, turned=turned, original=original)
+    raw = (default or {}) if raw is None else raw
+    return parse_parameters(fields, name, raw, max_position_embeddings, head_dim=head_dim, turned=turned, theta=theta, original=original)
 
 
 def parse_parameters(
@@ -192,31 +196,31 @@ def parse_parameters(
     raw: Any,
     max_position_embeddings: int,
     *,
-    head_dim: int | None = None,
-    theta: float = _DEFAULT_THETA,
-    turned: float = 1.0,
+    head_dim: int,
+    turned: float | None = None,
+    theta: float | None = _DEFAULT_THETA,
     original: int | None = None,
 ) -> Rope:
     """The same of an object of parameters, `raw`, called `name`."""
-    if not isinstance(raw, dict):
+    if not isinstance(raw, Mapping):
         fields.refuse(name, raw, "it must be an object or null")
-    rope = fields.inner(name, raw)
+    rope = fields.inner(name, dict(raw))
     kind = rope_kind(raw)
     for key in ("type", "rope_type"):
         rope.take(key, None)
-    if rope.peek("rope_theta") is not None:
-        theta = rope.positive_float("rope_theta")
-    rope.take("rope_theta", None)
-    if head_dim is None:
+    if theta is None and not rope.has("rope_theta"):
+        fields.refuse("rope_theta", None, "it must be a positive number")
+    theta = rope.positive_float("rope_theta", theta)
+    dim = None
+    if turned is None:
         rope.expect("partial_rotary_factor", 1.0, default=1.0)
-    elif rope.peek("partial_rotary_factor") is not None:
-        turned = rope.positive_float("partial_rotary_factor")
-    dim = _turning(rope, "partial_rotary_factor", turned, head_dim)
+    else:
+        dim = _turning(rope, "partial_rotary_factor", rope.positive_float("partial_rotary_factor", turned), head_dim)
     scaling: Scaling | None = None
     if kind == "linear":
         scaling = LinearScaling(factor=rope.positive_float("factor"))
     elif kind == "llama3":
-        scaling = _llama3(rope)
+        scaling = _llama3(rope, max_position_embeddings)
     elif kind == "yarn":
         scaling = _yarn(rope, theta, YarnStretch.of(raw, name, max_position_embeddings, fields.path))
     elif kind in ("longrope", "su"):
@@ -231,9 +235,9 @@ def parse_parameters(
     return Rope(theta=theta, scaling=scaling, dim=dim)
 
 
-def _turning(fields: Fields, key: str, part: float, head_dim: int | None) -> int | None:
+def _turning(fields: Fields, key: str, part: float, head_dim: int) -> int | None:
     """How many of a head's numbers turn; None: all."""
-    if head_dim is None or part == 1.0:
+    if part == 1.0:
         return None
     dim = int(head_dim * part)
     if part > 1 or dim < 2 or dim % 2:
@@ -241,10 +245,15 @@ def _turning(fields: Fields, key: str, part: float, head_dim: int | None) -> int
     return dim
 
 
-def _longrope(rope: Fields, max_position_embeddings: int, original: int | None, dim: int | None) -> LongRopeScaling:
-    """Takes longrope's parameters. What stands beside them goes before what they say of the original length, as in transformers."""
-    given = rope.positive_int("original_max_position_embeddings", MAX_MODEL_LEN) if rope.has("original_max_position_embeddings") else None
-    original = original or given or max_position_embeddings
+def _longrope(rope: Fields, max_position_embeddings: int, original: int | None, dim: int) -> LongRopeScaling:
+    """Takes longrope's parameters, of `dim` numbers that turn. What stands beside them goes before what they say of the original length, as
+    in transformers."""
+    key = "original_max_position_embeddings"
+    given = max_position_embeddings
+    if original is None and rope.has(key):
+        given = rope.positive_int(key, MAX_MODEL_LEN)
+    rope.take(key, None)
+    original = original or given
     factor, magnitude = rope.optional_float("factor"), rope.optional_float("attention_factor")
     factor = factor or max_position_embeddings / original
     if magnitude is None:
@@ -255,18 +264,19 @@ def _longrope(rope: Fields, max_position_embeddings: int, original: int | None, 
         numbers = isinstance(value, list) and all(
             isinstance(n, (int, float)) and not isinstance(n, bool) and 0 < n < math.inf for n in value
         )
-        if not numbers or (dim is not None and len(value) != dim // 2):
-            rope.refuse(key, value, "it must be a list of positive numbers, one for each pair of a head's numbers that turn")
+        if not numbers or len(value) != dim // 2:
+            rope.refuse(key, value, f"it must be a list of {dim // 2} positive numbers, one for each pair of a head's numbers that turn")
         lists.append(tuple(map(float, value)))
     return LongRopeScaling(short_factor=lists[0], long_factor=lists[1], original_max_position_embeddings=original, magnitude=magnitude)
 
 
-def _llama3(rope: Fields) -> Llama3Scaling:
+def _llama3(rope: Fields, max_position_embeddings: int) -> Llama3Scaling:
+    key = "original_max_position_embeddings"
     scaling = Llama3Scaling(
         factor=rope.positive_float("factor"),
         low_freq_factor=rope.positive_float("low_freq_factor"),
         high_freq_factor=rope.positive_float("high_freq_factor"),
-        original_max_position_embeddings=rope.positive_int("original_max_position_embeddings", MAX_MODEL_LEN),
+        original_max_position_embeddings=rope.positive_int(key, MAX_MODEL_LEN) if rope.has(key) else max_position_embeddings,
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         rope.refuse("high_freq_factor", scaling.high_freq_factor, "it must be above low_freq_factor")
@@ -274,7 +284,7 @@ def _llama3(rope: Fields) -> Llama3Scaling:
 
 
 def _yarn(rope: Fields, theta: float, stretch: YarnStretch) -> YarnScaling:
-    """Takes yarn's parameters. Null is absent, as it is in transformers."""
+    """Takes yarn's parameters. Null counts as absent, but in `truncate` as false."""
     for key in ("factor", "original_max_position_embeddings"):
         rope.take(key, None)
     if theta <= 1:
@@ -287,7 +297,7 @@ def _yarn(rope: Fields, theta: float, stretch: YarnStretch) -> YarnScaling:
         attention_factor=rope.optional_float("attention_factor"),
         mscale=rope.optional_float("mscale"),
         mscale_all_dim=rope.optional_float("mscale_all_dim"),
-        truncate=rope.boolean("truncate", True),
+        truncate=rope.boolean("truncate", True, null=False),
     )
     if scaling.beta_fast < scaling.beta_slow:
         rope.refuse("beta_fast", scaling.beta_fast, f"it must be at least beta_slow ({scaling.beta_slow})")

@@ -5,7 +5,7 @@ comes of it. RMSNorm, no biases, no scale in attention, and in place of position
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -135,9 +135,11 @@ class T5(Decoder):
         fields.expect("is_gated_act", gated, default=gated)
         name = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
         fields.expect("dense_act_fn", name, default=name)
-        tied = fields.boolean("tie_word_embeddings", True)
+        tied = fields.boolean("tie_word_embeddings", True, null=True)
         num_encoder_layers = fields.positive_int("num_layers", MAX_LAYERS)
-        num_layers = _optional(fields, "num_decoder_layers", num_encoder_layers, MAX_LAYERS)
+        num_layers = num_encoder_layers
+        if fields.peek("num_decoder_layers") is not None:
+            num_layers = fields.positive_int("num_decoder_layers", MAX_LAYERS)
         num_heads = fields.positive_int("num_heads", MAX_HEADS)
         num_buckets = _optional(fields, "relative_attention_num_buckets", 32, _MAX_BUCKETS)
         if num_buckets < 4:
@@ -203,10 +205,10 @@ class T5(Decoder):
     def _last_norm(self) -> Norm:
         return self._make.rms_norm(self.config.hidden_size)
 
-    def is_unused(self, name: str) -> bool:
+    def unused(self, names: Collection[str]) -> Collection[str]:
         # The shared embedding again, and a bias that old checkpoints have and nobody reads.
-        of_stack = name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-        return of_stack or name == "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+        of_stacks = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+        return *of_stacks, "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
     def places(self) -> Places:
         places = super().places()
@@ -268,7 +270,7 @@ def _names(first: int) -> tuple[str, str, str, str]:
 
 
 def _optional(fields: Fields, key: str, default: int, at_most: int) -> int:
-    return default if fields.peek(key) is None else fields.positive_int(key, at_most)
+    return fields.positive_int(key, at_most) if fields.has(key) else default
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def parse_medusa_config(head_dir: Path, target: ModelConfig) -> MedusaConfig:
         num_heads=fields.positive_int(count_key, MAX_HEADS),
         num_layers=fields.positive_int(layers_key, MAX_LAYERS) if fields.has(layers_key) else 1,
         num_tokens=num_tokens,
-        shares_output=fields.boolean("original_lm_head", False),
+        shares_output=fields.boolean("original_lm_head", False, null=False),
     )
     fields.refuse_rest()
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -150,13 +151,14 @@ def _match(model: Decoder, places: Places, stored: Sequence[StoredTensor]) -> tu
     wanted = _wanted(places)
     work: dict[str, StoredTensor] = {}
     unexpected = []
+    unused = model.unused({tensor.name for tensor in stored})
     for tensor in stored:
         # A checkpoint of the decoder without its head has no prefix (facebook/opt-*).
         name = tensor.name if tensor.name in wanted else f"{model.prefix()}{tensor.name}"
         if tensor.name == _HEAD and head_is_embedding:
             name = f"{model.embed_name}.weight"
         if name not in wanted or name in work:
-            known = tensor.name.endswith(_COMPUTED + _UNUSED) or model.is_unused(tensor.name)
+            known = tensor.name.endswith(_COMPUTED + _UNUSED) or tensor.name in unused
             if not known and not (tensor.name == _HEAD and tied):
                 unexpected.append(tensor)
             continue
@@ -168,8 +170,23 @@ def _match(model: Decoder, places: Places, stored: Sequence[StoredTensor]) -> tu
         raise SetupError(f"the model directory lacks {_names(missing)}; download it again, or fix config.json")
     shapes = _quantized_shapes(places)
     if names := [tensor.name for tensor in unexpected if not _is_empty_bias(tensor, shapes)]:
+        _refuse_more_layers(model, names)
         raise SetupError(f"the model directory has tensors that {model.config.architecture} does not know: {_names(names)}")
     return work, wanted
+
+
+def _refuse_more_layers(model: Decoder, names: Sequence[str]) -> None:
+    """Raises SetupError where some of these tensors are of layers behind the last one that config.json counts."""
+    of_layer = re.compile(rf"(?:{re.escape(model.prefix())})?{re.escape(model.layers_name.removeprefix(model.prefix()))}\.(\d+)\.")
+    extra = {int(found[1]): name for name in names if (found := of_layer.match(name)) and int(found[1]) >= model.config.num_layers}
+    if extra:
+        counted = f"{model.config.num_layers} layers"
+        if model.config.num_mtp_layers:
+            counted += f" and {model.config.num_mtp_layers} that predict further tokens"
+        raise SetupError(
+            f"the model directory has a layer {max(extra)} ({extra[max(extra)]}), counted from 0, but config.json has {counted}: a part "
+            "of the model would be left out; correct config.json, or download it again"
+        )
 
 
 def _wanted(places: Places) -> _Wanted:
