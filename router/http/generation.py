@@ -145,20 +145,18 @@ def _formatted(given: ResponseFormat | None) -> pb.Grammar | None:
 
 def _structured(given: StructuredOutputs) -> pb.Grammar:
     field = "structured_outputs"
-    if given.structural_tag is not None:
-        message = f"{field}.structural_tag is not supported here; use json, regex, choice or grammar"
-        raise HttpError(400, message, param=f"{field}.structural_tag", code="unsupported_parameter")
     choice = None if given.choice is None else "|".join(map(_escaped, given.choice))
     asked: list[dict[str, Any]] = [
         {"json_schema": given.json_},
         {"regex": given.regex},
         {"regex": choice},
         {"lark": given.grammar},
+        {"lark": given.structural_tag},
         {"json_object": given.json_object or None},
     ]
     found = [kind for kind in asked if None not in kind.values()]
     if len(found) != 1:
-        raise HttpError(400, f"{field} takes exactly one of json, json_object, regex, choice, grammar", param=field)
+        raise HttpError(400, f"{field} takes exactly one of json, json_object, regex, choice, grammar, structural_tag", param=field)
     return pb.Grammar(**found[0], strict=given.disable_additional_properties)
 
 

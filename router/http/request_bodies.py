@@ -20,12 +20,13 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from router.http.body import Body, Unsupported, Whole, packed, without_point, wrong_value
+from router.http.body import Body, Unsupported, Whole, packed, parse_body, without_point, wrong_value
 from router.http.errors import HttpError
 from router.http.foreign_fields import ForeignChatFields, ForeignEmbeddingFields, ForeignFields
 from router.http.offered_tools import MAX_TOOL_NAME, Choice, Offered, allowed_choice, hosted_choice, is_hosted, unknown_tool
 from router.prompting.tool_use import ToolText, ToolUse
 from router.serving.answers import MAX_CHOICES
+from twostep.errors import InvalidRequest
 from twostep.rpc.v1 import inference_pb2 as pb
 from twostep.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -35,10 +36,12 @@ from twostep.sampling_params import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from twostep.text.structural_tag import structural_tag_grammar
 from twostep.text.tool_formats.format import ToolCallFormat
 
 MAX_TOKENS = (1 << 31) - 1
 _MAX_TIMEOUT_S = 86_400.0
+_MAX_TAGS = 1024
 
 MAX_TOKEN_ID = (1 << 31) - 1
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
@@ -98,7 +101,36 @@ class LarkFormat(Body):
     """A context-free grammar in llguidance's dialect of Lark."""
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonFormat | RegexFormat | LarkFormat, Field(discriminator="type")]
+class StructuralTag(Body):
+    """Free text with structures in it: `structures` and `triggers`, or `format`."""
+
+    structures: Annotated[list[dict[str, JsonValue]], Field(max_length=_MAX_TAGS, fail_fast=True)] | None = None
+    triggers: Annotated[list[str], Field(max_length=_MAX_TAGS, fail_fast=True)] | None = None
+    format: dict[str, JsonValue] | None = None
+
+
+class StructuralTagFormat(StructuralTag):
+    type: Literal["structural_tag"]
+
+
+def _lark_of(tag: StructuralTag) -> str:
+    """Raises HttpError 400."""
+    try:
+        return structural_tag_grammar(tag.model_dump())
+    except InvalidRequest as error:
+        raise HttpError(400, f"structural_tag: {error.message}", param="structural_tag") from error
+
+
+def _in_grammar(given: Any) -> Any:
+    return LarkFormat(type="grammar", grammar=_lark_of(given)) if isinstance(given, StructuralTagFormat) else given
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonFormat | RegexFormat | LarkFormat
+AnyFormat = Annotated[ResponseFormat, packed(_in_grammar, Annotated[ResponseFormat | StructuralTagFormat, Field(discriminator="type")])]
+
+
+def _structural_tag(text: str) -> str:
+    return _lark_of(parse_body(StructuralTag, text.encode()))
 
 
 class StructuredOutputs(Body):
@@ -111,8 +143,8 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     disable_additional_properties: bool | None = None
     """false: objects of a schema may have other properties too, as JSON Schema has it."""
-    structural_tag: Any | None = None
-    """Refused."""
+    structural_tag: Annotated[str, packed(_structural_tag, JsonSchema)] | None = None
+    """An object as of the response format of that name, or its JSON."""
 
 
 class StreamOptions(Body):
@@ -186,7 +218,7 @@ class CommonBody(RequestBody, ForeignFields):
     return_token_ids: bool | None = None
     """`token_ids` of each choice, and `prompt_token_ids`."""
 
-    response_format: ResponseFormat | None = None
+    response_format: AnyFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = Field(default=None, min_length=1)
     """As `structured_outputs.regex`."""

@@ -178,3 +178,23 @@ async def test_a_prediction_changes_nothing(hermes: Cluster) -> None:
         for content in ("Hello there.", [{"type": "text", "text": "Hello"}]):
             hinted = await told(http, CHAT, body_of(CHAT, seed=1, prediction={"type": "content", "content": content}))
             assert hinted["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_structural_tags(hermes: Cluster, path: str) -> None:
+    answer_with(hermes, "Hello.")
+    tag = {"structures": [{"begin": "<function=f>", "schema": SCHEMA, "end": "</function>"}], "triggers": ["<function="]}
+    asked = {"prompt": "hi", "max_tokens": 20} if path != CHAT else body_of(CHAT)
+    async with served(hermes) as http:
+        grammars = []
+        for fields in (
+            {"response_format": {"type": "structural_tag", **tag}},
+            {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", **tag})}},
+            {"structured_outputs": {"structural_tag": tag}},
+        ):
+            await told(http, path, asked | fields)
+            grammars.append(hermes.workers[0].requests[-1].sampling.grammar.lark)
+        assert "<function=" in grammars[0]
+        assert len(set(grammars)) == 1
+        for wrong in ({}, {"format": {"type": "x"}}, {**tag, "triggers": ["<tool"]}):
+            await refused(http, path, asked | {"response_format": {"type": "structural_tag", **wrong}})
