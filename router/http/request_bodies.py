@@ -16,11 +16,13 @@ from pydantic import (
     JsonValue,
     PlainValidator,
     StringConstraints,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
 )
+from pydantic_core import PydanticCustomError
 
-from router.http.body import Body, Unsupported, Whole, packed, parse_body, without_point, wrong_value
+from router.http.body import Body, Unsupported, Whole, packed, without_point, wrong_value
 from router.http.errors import HttpError
 from router.http.foreign_fields import ForeignChatFields, ForeignEmbeddingFields, ForeignFields
 from router.http.offered_tools import MAX_TOOL_NAME, Choice, Offered, allowed_choice, hosted_choice, is_hosted, unknown_tool
@@ -114,11 +116,10 @@ class StructuralTagFormat(StructuralTag):
 
 
 def _lark_of(tag: StructuralTag) -> str:
-    """Raises HttpError 400."""
     try:
         return structural_tag_grammar(tag.model_dump())
     except InvalidRequest as error:
-        raise HttpError(400, f"structural_tag: {error.message}", param="structural_tag") from error
+        raise PydanticCustomError("structural_tag", "{why}", {"why": error.message}) from error
 
 
 def _in_grammar(given: Any) -> Any:
@@ -130,7 +131,10 @@ AnyFormat = Annotated[ResponseFormat, packed(_in_grammar, Annotated[ResponseForm
 
 
 def _structural_tag(text: str) -> str:
-    return _lark_of(parse_body(StructuralTag, text.encode()))
+    try:
+        return _lark_of(StructuralTag.model_validate_json(text))
+    except ValidationError as error:
+        raise PydanticCustomError("structural_tag", "{why}", {"why": error.errors()[0]["msg"]}) from None
 
 
 class StructuredOutputs(Body):

@@ -83,8 +83,8 @@ def _models(request: web.Request) -> list[dict[str, object]]:
 
 # Endpoints of OpenAI's and vLLM's APIs that are not served here, and what to use instead.
 _REFUSED = {
-    "/v1/responses": "answers are not kept; POST /v1/responses with store false, and send the items so far as `input`",
-    "/v1/conversations": "no conversations are kept; use /v1/chat/completions, and send the messages with each request",
+    "/v1/responses/compact": "conversations are not compacted here; send fewer items",
+    "/v1/conversations": "no conversations are kept; use /v1/responses with previous_response_id",
     "/v1/vector_stores": "no documents are searched here; use /v1/chat/completions, and put what was found into the messages",
     "/v1/realtime": "the Realtime API is not served; use /v1/chat/completions with stream",
     "/v1/fine_tuning": "models are not trained here",
