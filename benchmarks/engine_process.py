@@ -157,7 +157,7 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
     with tempfile.TemporaryDirectory(prefix="ts-") as name:
         directory = Path(name)
-        (directory / "secret").write_bytes(SECRET)
+        (directory / "secret").write_bytes(SECRET.own)
         redis = subprocess.Popen(server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)
         try:
             url = f"unix://{socket_path(directory)}"

@@ -33,6 +33,7 @@ from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner
 from twostep.engine.scheduler import Scheduler
 from twostep.engine.types import EngineRequest
+from twostep.keys.secret import DeploymentSecret
 from twostep.sampling_params import SamplingParams
 from twostep.settings.reading import FlagParser
 from twostep.step_curve import StepCurve
@@ -95,7 +96,7 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
     engine.set_curve(StepCurve(fixed_s=0.004, per_row_s=3e-5, per_sequence_s=1e-5, per_context_s=1e-8, mixed_s=0.006))
     parts.wrap(engine, "step", "engine, all")
     layout = LayoutRecord(model_fingerprint="m", dtype="float32", block_size=BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=4)
-    sequences = Sequences(_Port(engine), None, SequencesConfig(), secret=b"s", layout=layout)  # type: ignore[arg-type]
+    sequences = Sequences(_Port(engine), None, SequencesConfig(), secret=DeploymentSecret(b"s"), layout=layout)  # type: ignore[arg-type]
     parts.wrap(sequences, "on_step", "edge, on_step")
     outbox, connection = sequences.connect("router", ())
     rng = np.random.default_rng(0)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from twostep.keys.secret import DeploymentSecret
 from twostep.local.redis_server import server_url
 from twostep.rpc.v1 import inference_pb2
 
 _ROOT = Path(__file__).resolve().parent.parent
 HASH_UNIT = 64
-SECRET = b"a secret of this benchmark, long enough"
+SECRET = DeploymentSecret(b"a secret of this benchmark, long enough")
 _VOCAB = 4096
 
 
@@ -40,7 +41,7 @@ class RigFiles:
 
     def fill(self, tokenizer: Path | None) -> None:
         """Writes what a router reads. Without `tokenizer`: one of 4,096 tokens, trained on this project's documentation."""
-        self.secret.write_bytes(SECRET)
+        self.secret.write_bytes(SECRET.own)
         self.model.mkdir()
         if tokenizer is None:
             inner = Tokenizer(models.BPE())

@@ -24,7 +24,7 @@ from decode_worker.reservations import ReservationCalls
 from twostep.checkpoint.fingerprint import dummy_fingerprint
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.signed import RECORDS, Signer
-from twostep.prefix import secret_check
+from twostep.keys.secret import secret_check
 from twostep.rpc import event_loop
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc

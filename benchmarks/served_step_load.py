@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc import event_loop
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.convert import sampling_to_proto
@@ -78,7 +79,7 @@ class Clock:
 
 
 # Secret of the workers of gpu_served_step.
-SECRET = b"sixteen bytes or more"
+SECRET = DeploymentSecret(b"sixteen bytes or more")
 
 
 # Share of the time after which steps are counted: until then the batch fills up, as fast as prompts are computed.

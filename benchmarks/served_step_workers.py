@@ -45,7 +45,7 @@ class ServedStepWorkers:
     def measure(self, load: ServedStepLoad, directory: Path, start_timeout_s: float) -> dict[str, Any]:
         """Returns what the router's part reports. Raises SystemExit with the worker's log if one of them is not ready in time."""
         directory.mkdir(mode=0o700)
-        (directory / "secret").write_bytes(SECRET)
+        (directory / "secret").write_bytes(SECRET.own)
         vocab_size = int(json.loads((self.model / "config.json").read_text())["vocab_size"])
         with ExitStack() as stack:
             redis = stack.enter_context(_ended(subprocess.Popen(server_argv(server_binary(), directory), stdout=subprocess.DEVNULL)))

@@ -31,6 +31,7 @@ from twostep.cluster.look import look
 from twostep.cluster.records import HEARTBEAT_S, WorkerRecord
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.errors import InvalidRequest, ResourceExhausted, TwostepError, Unauthenticated, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.channel import error_from_rpc
 from twostep.rpc.v1 import kv_pb2_grpc
 from twostep.version_skew import together
@@ -81,7 +82,7 @@ class Paths:
         self,
         transports: TransportTable[TransportEnd],
         peers: Peers,
-        secret: bytes,
+        secret: DeploymentSecret,
         telemetry: TransferTelemetry,
     ) -> None:
         self._transports = transports
@@ -276,7 +277,7 @@ class Discovery:
     """Looks up the workers that hand over in Redis, so that the paths from them are tried before their first ticket comes. start(), then
     it looks by itself until close(). Without Redis only tickets say which workers there are."""
 
-    def __init__(self, redis_url: str, paths: Paths, *, secret: bytes, own_id: str) -> None:
+    def __init__(self, redis_url: str, paths: Paths, *, secret: DeploymentSecret, own_id: str) -> None:
         """`own_id`: of the worker that looks, which takes nothing from itself."""
         self._redis = connect(redis_url)
         self._paths = paths

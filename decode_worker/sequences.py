@@ -42,6 +42,7 @@ from twostep.errors import (
     Unavailable,
     status_of,
 )
+from twostep.keys.secret import DeploymentSecret
 from twostep.process.tracing import Metadata
 from twostep.rpc.v1 import decode_pb2
 from twostep.worker.engine_port import EnginePort
@@ -149,7 +150,9 @@ def record_of(output: StepOutput) -> decode_pb2.StepRecord:
 
 
 class Sequences:
-    def __init__(self, engine: EnginePort, puller: Puller, config: SequencesConfig, *, secret: bytes, layout: LayoutRecord) -> None:
+    def __init__(
+        self, engine: EnginePort, puller: Puller, config: SequencesConfig, *, secret: DeploymentSecret, layout: LayoutRecord
+    ) -> None:
         self.config = config
         self.num_kept = self.num_taken_over = 0
         self.bytes_fetched = 0

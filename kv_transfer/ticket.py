@@ -8,7 +8,6 @@ carry it and a prefill worker need not look anything up to know that it wrote it
 from __future__ import annotations
 
 import hashlib
-import hmac
 import struct
 import time
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 from twostep.cluster.records import KEYS_AND_VALUES, LayoutRecord
 from twostep.errors import Incompatible, Unauthenticated, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.v1 import kv_pb2
 
 # They separate what the same secret signs, and change with the encoding.
@@ -28,9 +28,9 @@ PASS_LIFE_S = 60.0
 S = TypeVar("S", "Ticket", "ProbePass")
 
 
-def sign(secret: bytes, domain: bytes, fields: Iterable[str | int]) -> bytes:
-    """Returns HMAC-SHA256 over the fields in order, strings as UTF-8 behind their length, ints as 8 bytes little-endian: no two encode
-    alike. The domain separates what the same secret signs."""
+def _signed_text(domain: bytes, fields: Iterable[str | int]) -> bytes:
+    """Returns the fields in order, strings as UTF-8 behind their length, ints as 8 bytes little-endian: no two encode alike. The domain
+    separates what the same secret signs."""
     parts = [domain]
     for value in fields:
         if isinstance(value, str):
@@ -38,7 +38,7 @@ def sign(secret: bytes, domain: bytes, fields: Iterable[str | int]) -> bytes:
             parts += (struct.pack("<Q", len(raw)), raw)
         else:
             parts.append(value.to_bytes(8, "little", signed=False))
-    return hmac.new(secret, b"".join(parts), hashlib.sha256).digest()
+    return b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +60,15 @@ class Ticket:
         """Unique among all leases of all lives of all workers."""
         return f"{self.worker_id}/{self.epoch}/{self.request_id}/{self.attempt}"
 
-    def signed(self, secret: bytes) -> Ticket:
-        return replace(self, mac=self._mac(secret))
+    def signed(self, secret: DeploymentSecret) -> Ticket:
+        return replace(self, mac=secret.keys.sign(self._text()))
 
-    def check_signature(self, secret: bytes) -> None:
+    def check_signature(self, secret: DeploymentSecret) -> None:
         """Raises Unauthenticated, in constant time, unless `mac` is this deployment's over exactly these fields."""
-        if not hmac.compare_digest(self.mac, self._mac(secret)):
+        if not secret.keys.is_signed(self._text(), self.mac):
             raise Unauthenticated("the ticket's signature does not verify; give every worker and router the same --secret-file")
 
-    def verify(self, secret: bytes, *, worker_id: str, epoch: int, layout: str, now_unix_ms: int | None = None) -> None:
+    def verify(self, secret: DeploymentSecret, *, worker_id: str, epoch: int, layout: str, now_unix_ms: int | None = None) -> None:
         """The issuing worker's check of a ticket that comes back.
 
         Raises Unauthenticated (forged), Incompatible (another worker's, or another layout) or Unavailable (expired, or issued by
@@ -89,9 +89,9 @@ class Ticket:
         if now >= self.expires_unix_ms:
             raise Unavailable(f"the ticket expired {now - self.expires_unix_ms} ms ago; prefill again")
 
-    def _mac(self, secret: bytes) -> bytes:
+    def _text(self) -> bytes:
         named = self.worker_id, self.address, self.epoch, self.request_id, self.attempt, self.layout, self.expires_unix_ms, self.tenant
-        return sign(secret, _TICKET_DOMAIN, named)
+        return _signed_text(_TICKET_DOMAIN, named)
 
     def to_proto(self) -> kv_pb2.Ticket:
         return kv_pb2.Ticket(**_fields_of(Ticket, self))
@@ -112,21 +112,24 @@ class ProbePass:
     mac: bytes = b""
 
     @classmethod
-    def issue(cls, secret: bytes, *, worker_id: str, epoch: int) -> ProbePass:
+    def issue(cls, secret: DeploymentSecret, *, worker_id: str, epoch: int) -> ProbePass:
         unsigned = cls(worker_id=worker_id, epoch=epoch, expires_unix_ms=time.time_ns() // 1_000_000 + int(PASS_LIFE_S * 1000))
-        return replace(unsigned, mac=unsigned._mac(secret))
+        return unsigned.signed(secret)
 
-    def verify(self, secret: bytes, *, worker_id: str, epoch: int) -> None:
+    def signed(self, secret: DeploymentSecret) -> ProbePass:
+        return replace(self, mac=secret.keys.sign(self._text()))
+
+    def verify(self, secret: DeploymentSecret, *, worker_id: str, epoch: int) -> None:
         """Raises Unauthenticated (forged, or too old) and Unavailable (meant for another worker or life)."""
-        if not hmac.compare_digest(self.mac, self._mac(secret)):
+        if not secret.keys.is_signed(self._text(), self.mac):
             raise Unauthenticated("the probe's signature does not verify; give every worker and router the same --secret-file")
         if not 0 <= time.time_ns() // 1_000_000 < self.expires_unix_ms:
             raise Unauthenticated("the probe's time is up; set the machines' clocks")
         if (self.worker_id, self.epoch) != (worker_id, epoch):
             raise Unavailable(f"the probe is for {self.worker_id} of epoch {self.epoch}, this is {worker_id} of {epoch}; look it up again")
 
-    def _mac(self, secret: bytes) -> bytes:
-        return sign(secret, _PASS_DOMAIN, (self.worker_id, self.epoch, self.expires_unix_ms))
+    def _text(self) -> bytes:
+        return _signed_text(_PASS_DOMAIN, (self.worker_id, self.epoch, self.expires_unix_ms))
 
     def to_proto(self) -> kv_pb2.ProbeRequest:
         return kv_pb2.ProbeRequest(**_fields_of(ProbePass, self))

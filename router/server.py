@@ -16,7 +16,7 @@ from router.batches.files import BatchConfig
 from router.batches.service import DAY_S, Batches
 from router.config import RouterConfig
 from router.grpc.service import InferenceService, KeyGate, StatusService
-from router.http.admin import Administration, admin_listener, load_admin_key
+from router.http.admin import Administration, admin_listener, load_admin_keys
 from router.http.batches import BatchEndpoints
 from router.http.body_parser import BodyParser
 from router.http.front import Front
@@ -51,12 +51,11 @@ from twostep.cluster.shared_connection import SharedConnection
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
 from twostep.errors import SetupError
 from twostep.keys.exposure import open_door
-from twostep.keys.secret import load_secret
+from twostep.keys.secret import load_secret, secret_check
 from twostep.metrics.process import package_version, register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.router import RouterGauges, RouterMetrics
 from twostep.metrics.server import MetricsServer
-from twostep.prefix import secret_check
 from twostep.process.open_files import make_room
 from twostep.process.start_tracing import start_tracer
 from twostep.process.tracing import TRACES_FLUSH_S
@@ -92,8 +91,8 @@ class Router:
         self._draining = self._able = False
         self._last_tick = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
-        self._secret = load_secret(config.secret_file)
-        self._admin_key = load_admin_key(config.admin_key_file, self._secret)
+        self._secret = load_secret(config.secret_file, former=config.former_secret_file)
+        self._admin_keys = load_admin_keys(config.admin_key_file, self._secret)
         self._card = ModelCard.load(config.model, config.architecture)
         if config.chat_template is not None:
             self._card = self._card.with_chat_template(config.chat_template)
@@ -277,7 +276,7 @@ class Router:
             board=self.board,
             book=self.book,
             trace_url=config.trace_url,
-            admin_key=self._admin_key,
+            admin_keys=self._admin_keys,
             alive=self.alive,
             ready=self._ready,
             started_unix_s=int(time.time()),
@@ -303,7 +302,7 @@ class Router:
     def _admin_server(self) -> Listener:
         config = self.config
         administration = Administration(
-            key=self._admin_key,
+            keys=self._admin_keys,
             access=self.access,
             board=self.board,
             pool=self.pool,

@@ -69,6 +69,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("*.args", "list"),
     ("*.digest", {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"}),
     ("*.existingSecret", "name"),
+    ("secrets.deploymentKey", {"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"}),
+    ("secrets.formerDeploymentKey", {"type": "string", "pattern": "^[-._a-zA-Z0-9]*$"}),
     ("*.existingClaim", "name"),
     ("ingress.tlsSecret", "name"),
     ("tls.kedaSecret", "name"),
@@ -200,7 +202,8 @@ DEFS: dict[str, Any] = {
 # What the chart settles itself: a flag that said something else would part from its ports, Secrets and volumes.
 # fmt: off
 SETTLED = frozenset((
-    "host", "port", "grpc-port", "health-port", "metrics-port", "external-scaler-port", "model", "redis-url", "secret-file", "router-id",
+    "host", "port", "grpc-port", "health-port", "metrics-port", "external-scaler-port", "model", "redis-url", "secret-file",
+    "former-secret-file", "router-id",
     "worker-id", "autoscaler-id", "pod-name", "pod-namespace", "pod-owner", "advertise-address", "ray-address", "tls-cert", "tls-key",
     "tls-ca", "tls-peer-name", "tls-client-auth", "api-key", "api-key-file", "api-keys", "api-keys-file", "admin-host", "admin-port",
     "batch-dir", "otlp-endpoint", "kubernetes-api", "kubernetes-dir", "drain-timeout", "model-revision",

@@ -14,9 +14,10 @@ from pathlib import Path
 import redis
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from twostep.keys.secret import DeploymentSecret
 from twostep.local.redis_server import server_argv, server_binary, server_url, socket_path
 
-SECRET = b"a secret of the tests, long enough"
+SECRET = DeploymentSecret(b"a secret of the tests, long enough")
 EOS_ID = 2
 MAX_MODEL_LEN = 2048
 

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Sequence
 
 from twostep.errors import InvalidRequest
-from twostep.keys.secret import purpose_key
+from twostep.keys.secret import DeploymentSecret
 
 HASH_BYTES = 16
 # HMAC's two pads, over each byte of a key.
@@ -36,17 +36,14 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def derive_key(secret: bytes, *, tenant: str, salt: str, model_fingerprint: str, dtype: str, quantization: str = "none") -> bytes:
+def derive_key(
+    secret: DeploymentSecret, *, tenant: str, salt: str, model_fingerprint: str, dtype: str, quantization: str = "none"
+) -> bytes:
     """The key under which one tenant's (and salt's) prefixes of one model in one KV format are hashed. Every field goes in with
     its length, so that no two sets of fields read alike."""
     fields = [field.encode() for field in (tenant, salt, model_fingerprint, dtype, quantization)]
     counted = b"".join(len(raw).to_bytes(8, "little") + raw for raw in fields)
-    return hmac.digest(secret, b"twostep prefix key 1" + counted, hashlib.sha256)
-
-
-def secret_check(secret: bytes) -> str:
-    """Equal for equal deployment secrets; tells nothing else about them."""
-    return purpose_key(secret, "twostep secret check 1").hex()[: 2 * HASH_BYTES]
+    return hmac.digest(secret.own, b"twostep prefix key 1" + counted, hashlib.sha256)
 
 
 class PrefixHasher:

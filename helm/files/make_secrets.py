@@ -1,8 +1,8 @@
-"""Makes the Secret of a release, once: deployment-secret, ray-token and redis-password. Runs as a hook of the chart, before all else.
+"""Makes the Secret of a release, once: the deployment secret, Ray's token and Redis' password. A hook of the chart, before all else.
 
 What is there already stays as it is, whatever it holds: tickets, prefix hashes, Ray and Redis live by it. Where a key is missing, the hook
-says so and fails: pods would wait for it without a word. Environment: SECRET_NAME, NAMESPACE, LABELS (a JSON object); KUBERNETES_API and
-ACCOUNT_DIR only in tests.
+says so and fails: pods would wait for it without a word. Environment: SECRET_NAME, NAMESPACE, SECRET_KEYS (with spaces between), LABELS (a
+JSON object); KUBERNETES_API and ACCOUNT_DIR only in tests.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from collections.abc import Mapping
 
 from make_tls import Api
 
-KEYS = ("deployment-secret", "ray-token", "redis-password")
-
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    name, namespace = environ["SECRET_NAME"], environ["NAMESPACE"]
+    name, namespace, keys = environ["SECRET_NAME"], environ["NAMESPACE"], environ["SECRET_KEYS"].split()
     path = f"/api/v1/namespaces/{namespace}/secrets"
     api = Api(environ)
     found = api.call("GET", f"{path}/{name}")
     if found.status == 200:
-        missing = [key for key in KEYS if not found.data(key)]
+        missing = [key for key in keys if not found.data(key)]
         if missing:
             print(
                 f"Secret {name} is there, and has no {', '.join(missing)}: add what is missing, any 32 random bytes in hexadecimal digits "
@@ -43,12 +41,12 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         "type": "Opaque",
         "metadata": {"name": name, "namespace": namespace, "labels": json.loads(environ.get("LABELS", "{}"))},
         # In hexadecimal digits: a password stands in an URL.
-        "data": {key: base64.b64encode(secrets.token_hex(32).encode()).decode() for key in KEYS},
+        "data": {key: base64.b64encode(secrets.token_hex(32).encode()).decode() for key in keys},
     }
     # 409: another run of this hook was quicker.
     if api.call("POST", path, secret).status not in (201, 409):
         return 1
-    print(f"Secret {name}: {', '.join(KEYS)}")
+    print(f"Secret {name}: {', '.join(keys)}")
     return 0
 
 

@@ -115,7 +115,16 @@ capabilities:
 
 {{/* ---- secrets ---- */}}
 
-{{/* The Secret with deployment-secret, ray-token and redis-password. */}}
+{{/* The key of the deployment secret. */}}
+{{- define "twostep.deploymentKey" -}}
+{{- $key := .Values.secrets.deploymentKey | default "deployment-secret" -}}
+{{- if eq $key (.Values.secrets.formerDeploymentKey | default "") -}}
+{{- fail (printf "secrets.deploymentKey and secrets.formerDeploymentKey are both %s: give the former secret's key, or none" $key) -}}
+{{- end -}}
+{{- $key -}}
+{{- end -}}
+
+{{/* The Secret with the deployment secret, ray-token and redis-password. */}}
 {{- define "twostep.secretName" -}}
 {{- default (include "twostep.component" (dict "root" . "component" "secrets")) .Values.secrets.existingSecret -}}
 {{- end -}}
@@ -239,6 +248,10 @@ log-json: {{ ternary "1" "0" .Values.logJson | quote }}
 {{- define "twostep.trustEnvWith" -}}
 - name: TWOSTEP_SECRET_FILE
   value: /etc/twostep/secret/deployment-secret
+{{- if .root.Values.secrets.formerDeploymentKey }}
+- name: TWOSTEP_FORMER_SECRET_FILE
+  value: /etc/twostep/secret/former-deployment-secret
+{{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: TWOSTEP_TLS_CERT
   value: /etc/twostep/tls/tls.crt
@@ -268,8 +281,12 @@ log-json: {{ ternary "1" "0" .Values.logJson | quote }}
     secretName: {{ include "twostep.secretName" . }}
     defaultMode: 0440
     items:
-      - key: deployment-secret
+      - key: {{ include "twostep.deploymentKey" . }}
         path: deployment-secret
+      {{- with .Values.secrets.formerDeploymentKey }}
+      - key: {{ . }}
+        path: former-deployment-secret
+      {{- end }}
 {{- if .Values.tls.enabled }}
 - name: tls
   secret:

@@ -17,7 +17,8 @@ from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.exchange import Use
 from twostep.cluster.shared_clock import SharedClock
 from twostep.errors import NotFound, SetupError, TwostepError, Unauthenticated
-from twostep.keys.api_keys import Key, KeyTable, same_key, system_key
+from twostep.keys.api_keys import Key, KeyTable, is_one_of, system_keys
+from twostep.keys.secret import DeploymentSecret
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,12 +32,14 @@ _HOW = "send the header `authorization: Bearer KEY` (OpenAI's clients: api_key);
 class Access:
     """start(), then run() until cancelled."""
 
-    def __init__(self, source: KeySource | None, *, secret: bytes, redis: Redis, router_id: str, clock: SharedClock | None = None) -> None:
+    def __init__(
+        self, source: KeySource | None, *, secret: DeploymentSecret, redis: Redis, router_id: str, clock: SharedClock | None = None
+    ) -> None:
         """Shares what keys use through `redis`, wherever they come from."""
         self._source = source
         self._clock = clock or SharedClock()
         self._share = UsageShare(redis, router_id, self._clock, on_minute=self._on_minute, on_day=self._on_day)
-        self._system = system_key(secret)
+        self._system = system_keys(secret)
         self._table = KeyTable()
         self._accounts: dict[str, Account] = {}
         self._complained = ""
@@ -63,7 +66,7 @@ class Access:
         given = given.strip()
         if not given or scheme.lower() != "bearer":
             raise Unauthenticated(f"no API key was given; {_HOW}")
-        if same_key(given, self._system):
+        if is_one_of(given, self._system):
             return Identity(tenant=tenant, address=address)
         key = self._table.find(given)
         if key is None:

@@ -14,10 +14,12 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from redis.asyncio import Redis
 
@@ -26,6 +28,7 @@ from twostep.cluster.signed import API_KEYS, Signer
 from twostep.errors import TwostepError, Unauthenticated, Unavailable
 from twostep.keys.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.keys.api_keys import MAX_KEYS, BadKey, Key
+from twostep.keys.secret import DeploymentSecret
 from twostep.process.bounded_threads import BoundedThreads
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,19 @@ KEYS = "twostep:v1:api-keys"
 SIGNATURES = "twostep:v1:api-keys:signatures"
 VERSION = "twostep:v1:api-keys:version"
 _MAX_FILE_BYTES = 64 << 20
+_SIGNED_AT_ONCE = 500
+# KEYS: records, signatures, version. ARGV: the next version, then name, record and signature of each. Others may be changing keys.
+_SIGN = """
+local signed = 0
+for at = 2, #ARGV, 3 do
+  if redis.call('HGET', KEYS[1], ARGV[at]) == ARGV[at + 1] then
+    redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 2])
+    signed = signed + 1
+  end
+end
+if signed > 0 then redis.call('SET', KEYS[3], ARGV[1]) end
+return signed
+"""
 # By which a file that has changed is known: when it was, its size, its number.
 _Seen = tuple[int, int, int]
 
@@ -54,7 +70,7 @@ class KeySource(Protocol):
         ...
 
 
-def source_of(path: Path | None, where: str, redis: Redis, secret: bytes) -> KeySource | None:
+def source_of(path: Path | None, where: str, redis: Redis, secret: DeploymentSecret) -> KeySource | None:
     """Returns the source that --api-keys-file or --api-keys names; None: without either everybody may ask."""
     return FileKeys(path) if path is not None else RedisKeys(redis, secret, adopt=where == "redis-adopt") if where else None
 
@@ -90,12 +106,14 @@ class FileKeys:
 
 
 class RedisKeys:
-    """Keeps the keys of one deployment: a key counts if somebody with the deployment's secret has signed it. `adopt`: those are signed that
-    nobody has."""
+    """Keeps the keys of one deployment: a key counts if somebody with the deployment's secret has signed it, or with the former one, and
+    then it is signed again. `adopt`: those are signed that nobody has, or somebody with another secret."""
 
-    def __init__(self, redis: Redis, secret: bytes, *, adopt: bool = False) -> None:
+    def __init__(self, redis: Redis, secret: DeploymentSecret, *, adopt: bool = False) -> None:
         self._redis = redis
         self._signer = Signer(secret, API_KEYS)
+        # The former secret goes once all is changed: what it alone has signed must not stay.
+        self._lasting = Signer(DeploymentSecret(secret.own), API_KEYS)
         self._adopt = adopt
         self._version: bytes | str | None = None
         self._known: dict[str, Key] | None = None
@@ -117,11 +135,15 @@ class RedisKeys:
         pipeline = self._redis.pipeline(transaction=True)
         read_hashes(pipeline, [KEYS, SIGNATURES], max_fields=MAX_KEYS + 1)
         records, signatures = hashes_in((await pipeline.execute())[0])
-        if self._adopt and (added := await self._sign_all(records, signatures)):
-            log.warning("%d API keys that nobody had signed are this deployment's from now on; go back to --api-keys redis", added)
-            return None
         # A hundred thousand of them take a second.
-        known = await asyncio.to_thread(_usable, records, signatures, self._signer)
+        signed = await asyncio.to_thread(_signed, records, signatures, self._signer)
+        lasting = await asyncio.to_thread(_signed, records, signatures, self._lasting)
+        if self._adopt and (added := await self._sign(records, records.keys() - signed)):
+            log.warning("%d API keys that this deployment had not signed are its own from now on; go back to --api-keys redis", added)
+            return None
+        if again := await self._sign(records, signed - lasting):
+            log.info("%d API keys that the former secret had signed are signed with the new one", again)
+        known = await asyncio.to_thread(_usable, {name: record for name, record in records.items() if name in signed}, len(records))
         self._version, self._known = version, known
         return list(known.values())
 
@@ -148,39 +170,50 @@ class RedisKeys:
             pipe.set(VERSION, secrets.token_hex(8))
             await pipe.execute()
 
-    async def _sign_all(self, records: Mapping[bytes, bytes], signatures: Mapping[bytes, bytes]) -> int:
-        """Returns how many it has signed."""
-        unsigned = {name: record for name, record in records.items() if name not in signatures}
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for name, record in unsigned.items():
-                signature = self._signature(name.decode(errors="replace"), record.decode(errors="replace"))
-                pipe.hsetnx(SIGNATURES, name.decode(errors="replace"), signature)
-            if unsigned:
-                pipe.set(VERSION, secrets.token_hex(8))
-                await pipe.execute()
-        return len(unsigned)
+    async def _sign(self, records: Mapping[bytes, bytes], names: AbstractSet[bytes]) -> int:
+        """Signs these records, unless they have changed since they were read. Returns how many it has signed."""
+        num_signed = 0
+        for some in _batches(sorted(names)):
+            arguments = [secrets.token_hex(8).encode()]
+            for name in some:
+                signature = self._signature(name.decode(errors="replace"), records[name].decode(errors="replace"))
+                arguments += [name, records[name], signature.encode()]
+            num_signed += int(await cast(Awaitable[int], self._redis.eval(_SIGN, 3, KEYS, SIGNATURES, VERSION, *arguments)))
+        return num_signed
 
 
-def _usable(records: Mapping[bytes, bytes], signatures: Mapping[bytes, bytes], signer: Signer) -> dict[str, Key]:
-    if len(records) > MAX_KEYS:
-        log.error("Redis has %d API keys or more, and %d of them are known here; revoke those that nobody uses", len(records), MAX_KEYS)
+def _batches(names: Sequence[bytes]) -> Iterable[Sequence[bytes]]:
+    return (names[start : start + _SIGNED_AT_ONCE] for start in range(0, len(names), _SIGNED_AT_ONCE))
+
+
+def _signed(records: Mapping[bytes, bytes], signatures: Mapping[bytes, bytes], signer: Signer) -> set[bytes]:
+    """Returns the names of the records that are signed as `signer` would."""
+    found = set()
+    for name, record in records.items():
+        with suppress(Unauthenticated):
+            signer.read_value(record + signatures.get(name, b""), name.decode(errors="replace"))
+            found.add(name)
+    return found
+
+
+def _usable(records: Mapping[bytes, bytes], num_there: int) -> dict[str, Key]:
+    """Returns the keys of the records, which are signed, of as many as there are in Redis."""
+    if num_there > MAX_KEYS:
+        log.error("Redis has %d API keys or more, and %d of them are known here; revoke those that nobody uses", num_there, MAX_KEYS)
     known: dict[str, Key] = {}
-    num_unsigned = 0
     for name, record in islice(records.items(), MAX_KEYS):
         try:
-            key = Key.from_json(signer.read_value(record + signatures.get(name, b""), name.decode(errors="replace")))
-        except Unauthenticated:
-            num_unsigned += 1
-            continue
+            key = Key.from_json(record)
         except BadKey as error:
             log.warning("the API key %.64r in Redis is passed over: %s", name, error.message)
             continue
         known[key.id] = key
-    if num_unsigned:
+    if num_foreign := num_there - len(records):
         log.error(
-            "%d API keys in Redis are not signed with this deployment's secret and open nothing: an older version wrote them, or somebody "
-            "who should not; if all of them are yours, start one router with --api-keys redis-adopt, once (docs/access.md)",
-            num_unsigned,
+            "%d API keys in Redis are not signed with this deployment's secret and open nothing. If it was changed, give the former "
+            "one as --former-secret-file; if it is lost, or an older version wrote them, and all of them are yours, start one router with "
+            "--api-keys redis-adopt, once (docs/access.md)",
+            num_foreign,
         )
     return known
 

@@ -37,8 +37,8 @@ from router.status.board import StatusBoard
 from router.status.status import what_ends
 from router.workers.pool import WorkerPool
 from twostep.errors import Incompatible, InvalidRequest, NotFound, SetupError, Unauthenticated
-from twostep.keys.api_keys import Key, admin_key, make_key, same_key
-from twostep.keys.secret import MIN_SECRET_BYTES
+from twostep.keys.api_keys import Key, admin_keys, is_one_of, make_key
+from twostep.keys.secret import MIN_SECRET_BYTES, DeploymentSecret
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.worker_role import switch_role
 from twostep.settings.tls import TlsFiles
@@ -54,13 +54,13 @@ _OURS = frozenset({"id", "hash", "created"})
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Administration:
-    """Holds what the handlers work on. `key` opens the port; `secret` and `tls` are the deployment's; `drain` begins it and returns."""
+    """Holds what the handlers work on. Each of `keys` opens the port; `secret` and `tls` are the deployment's; `drain` begins a drain."""
 
-    key: str
+    keys: tuple[str, ...]
     access: Access
     board: StatusBoard
     pool: WorkerPool
-    secret: bytes
+    secret: DeploymentSecret
     tls: TlsFiles
     drain: Callable[[], None]
 
@@ -81,7 +81,7 @@ def make_admin_app(administration: Administration, origins: Origins) -> web.Appl
 @web.middleware
 async def _let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not same_key(key.strip(), request.app[ADMINISTRATION].key):
+    if scheme.lower() != "bearer" or not is_one_of(key.strip(), request.app[ADMINISTRATION].keys):
         raise Unauthenticated(
             "this port wants the admin key as `authorization: Bearer KEY`: what stands in the router's --admin-key-file, or where it has "
             "none, what follows from the deployment's secret; `twostep keys` sends it when it is given --admin-key-file or --secret-file"
@@ -221,10 +221,10 @@ def admin_listener(
     return Listener(app, host=host, port=port, flag="--admin-port", tls=tls, max_connections=_MAX_CONNECTIONS, keepalive_s=_KEEPALIVE_S)
 
 
-def load_admin_key(path: Path | None, secret: bytes) -> str:
-    """Returns the key in --admin-key-file, else the one that follows from the deployment's secret. Raises SetupError."""
+def load_admin_keys(path: Path | None, secret: DeploymentSecret) -> tuple[str, ...]:
+    """Returns the key in --admin-key-file, else those that follow from the deployment's secret. Raises SetupError."""
     if path is None:
-        return admin_key(secret)
+        return admin_keys(secret)
     try:
         key = path.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -232,4 +232,4 @@ def load_admin_key(path: Path | None, secret: bytes) -> str:
     if len(key) < MIN_SECRET_BYTES or not key.isprintable() or " " in key:
         wanted = f"give {MIN_SECRET_BYTES} characters or more without spaces, for example of `openssl rand -hex 32`"
         raise SetupError(f"--admin-key-file {path} holds no key: {wanted}")
-    return key
+    return (key,)

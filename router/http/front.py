@@ -37,7 +37,7 @@ _SENDABLE = re.compile(r"[\x20-\x7e]{1,512}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Front:
-    """Shared by all requests. `alive` and `ready` are what the health service says; `started_unix_s` is the router's start, `admin_key`
+    """Shared by all requests. `alive` and `ready` are what the health service says; `started_unix_s` is the router's start, `admin_keys`
     what opens to operators the data of the page too, `trace_url` where traces are shown, with {trace_id}."""
 
     inference: Inference
@@ -53,7 +53,7 @@ class Front:
     ready: Callable[[], bool]
     started_unix_s: int
     max_body_bytes: int
-    admin_key: str
+    admin_keys: tuple[str, ...]
     trace_url: str = ""
     allowed_origins: Collection[str] = ()
     tracer: Tracer | None = None

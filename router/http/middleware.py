@@ -15,7 +15,7 @@ from router.http.front import FRONT, IDENTITY, REQUEST_ID, SPAN, forwarded
 from router.http.sse import ANSWERS
 from router.request.targets import TENANT_HEADER
 from twostep.errors import Unavailable
-from twostep.keys.api_keys import same_key
+from twostep.keys.api_keys import is_one_of
 from twostep.metrics.http import HttpMetrics
 from twostep.process.log import concerning
 from twostep.process.tracing import trace_id_of
@@ -135,7 +135,7 @@ def _opens_page_data(request: web.Request) -> bool:
     if not request.path.startswith(_CLOSED_FOLDER):
         return False
     scheme, _, key = request.headers.get("Authorization", "").strip().partition(" ")
-    return scheme.lower() == "bearer" and same_key(key.strip(), request.app[FRONT].admin_key)
+    return scheme.lower() == "bearer" and is_one_of(key.strip(), request.app[FRONT].admin_keys)
 
 
 def _largest(request: web.Request) -> int:

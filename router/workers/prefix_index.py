@@ -29,6 +29,7 @@ from redis.exceptions import RedisError, ResponseError
 from router.request.job import RequestJob
 from twostep.cluster.records import LayoutRecord, WorkerRecord, host_prefix_key, prefix_key
 from twostep.cluster.shared_connection import Command
+from twostep.keys.secret import DeploymentSecret
 from twostep.prefix import derive_key, prefix_hashes
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Answering(Protocol):
 
 class PrefixIndex:
     def __init__(
-        self, redis: Answering, secret: bytes, hash_unit: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self, redis: Answering, secret: DeploymentSecret, hash_unit: int, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`redis`: closed with the index. `secret`: the deployment's, from which the keys of hashes are derived."""
         self._clock = clock

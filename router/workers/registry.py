@@ -32,7 +32,7 @@ from twostep.cluster.look import WorkerListing, look, tidy
 from twostep.cluster.records import HEARTBEAT_S, HEARTBEAT_TTL_S, MAX_RECORD_BYTES, WorkerRecord
 from twostep.cluster.signed import Signer
 from twostep.errors import InvalidRequest, TwostepError, Unauthenticated
-from twostep.keys.secret import CHALLENGE_BYTES, is_vouched
+from twostep.keys.secret import CHALLENGE_BYTES, DeploymentSecret, in_common, is_vouched
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.version_skew import why_not
 
@@ -76,7 +76,7 @@ class Deployment:
         if not is_same_model(self.model_fingerprint, record.layout.model_fingerprint):
             same = "--model, --model-revision and --architecture"
             return f"it serves another model than the router, or another revision of it; give both the same {same}"
-        if record.secret_check != self.secret_check:
+        if not in_common(record.secret_check, self.secret_check):
             return "it has another deployment secret; give all processes the same --secret-file"
         if record.hash_unit != self.hash_unit:
             return f"its hash unit is {record.hash_unit} and the router's {self.hash_unit}; give all processes the same version of Twostep"
@@ -321,7 +321,7 @@ class Vouching:
 
     def __init__(
         self,
-        secret: bytes,
+        secret: DeploymentSecret,
         channel_of: Callable[[WorkerLife], grpc.aio.Channel | None],
         open_to: Callable[[WorkerRecord], grpc.aio.Channel],
     ) -> None:

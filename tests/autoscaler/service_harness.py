@@ -27,13 +27,13 @@ from twostep.cluster.demand import WINDOW_S, DemandTotals, demand_key, signed_to
 from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.scaling import ScalingRecord
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
-from twostep.prefix import secret_check
+from twostep.keys.secret import DeploymentSecret, secret_check
 from twostep.rpc.channel import open_channel
 from twostep.rpc.keda import externalscaler_pb2, externalscaler_pb2_grpc
 from twostep.settings.tls import PLAINTEXT, TlsFiles
 from twostep.step_curve import StepCurve
 
-SECRET = b"a secret of the tests, long enough"
+SECRET = DeploymentSecret(b"a secret of the tests, long enough")
 WAIT_S = 60.0
 # Signs decisions.
 SIGNER = Signer(SECRET, DECISIONS)
@@ -204,7 +204,7 @@ class Scene:
     def config(self, **options: Any) -> AutoscalerConfig:
         """Decisions count and leases last until a test says otherwise, however long its process is held up."""
         secret = self.directory / "secret"
-        secret.write_bytes(SECRET)
+        secret.write_bytes(SECRET.own)
         made = AutoscalerConfig(
             redis_url=self.redis.url, secret_file=secret, host="127.0.0.1", grpc_port=0, metrics_port=-1, health_port=-1, kubernetes_api=""
         )

@@ -21,9 +21,9 @@ from twostep.cluster.demand import Demand, DemandTotals
 from twostep.cluster.records import NO_OWNER, WorkerLoad
 from twostep.cluster.scaling import ScalingRecord
 from twostep.errors import InvalidRequest
+from twostep.keys.secret import secret_check
 from twostep.metrics import autoscaler as families
 from twostep.metrics.catalogue import declared
-from twostep.prefix import secret_check
 from twostep.worker.config import parse_config as worker_flags
 
 COLD: dict[Role, float] = {"prefill": 60.0, "decode": 10.0}

@@ -23,7 +23,7 @@ from twostep.cluster.scaling import DECISION_KEY
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import DEMAND, RECORDS, Signer
 from twostep.errors import Unavailable
-from twostep.prefix import secret_check
+from twostep.keys.secret import secret_check
 from twostep.settings.autoscaler import PoolSettings
 
 ALL = (*(worker(f"p{number}", "prefill") for number in range(4)), *(worker(f"d{number}", "decode") for number in range(4)))

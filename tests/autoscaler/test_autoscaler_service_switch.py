@@ -15,6 +15,7 @@ from twostep.autoscaler.server import Autoscaler
 from twostep.autoscaler.switches import Outcome, Switcher, last_of_role
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import Incompatible, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.server import GrpcServer, ServerConfig
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import RolePass
@@ -131,7 +132,7 @@ async def test_failures_are_told_apart_and_a_worker_of_another_name_is_left_alon
         cases: list[tuple[Exception | None, bytes, Outcome]] = [
             (Incompatible("it hands nothing over"), SECRET, "refused"),
             (Unavailable("it stops"), SECRET, "failed"),
-            (None, b"another deployment's secret", "failed"),
+            (None, DeploymentSecret(b"another deployment's secret"), "failed"),
         ]
         for error, secret, outcome in cases:
             fakes[0].fails_with = error

@@ -18,8 +18,9 @@ import pytest
 from twostep.cli import main
 from twostep.keys.api_key_file import read_file
 from twostep.keys.api_keys import KeyTable, admin_key
+from twostep.keys.secret import DeploymentSecret
 
-SECRET = b"sixteen bytes or more"
+SECRET = DeploymentSecret(b"sixteen bytes or more")
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -73,7 +74,7 @@ def test_what_cannot_be_done_is_told_in_a_line(tmp_path: Path, capsys: pytest.Ca
         assert (status, out) == (1, ""), argv
         assert complaint in err
         assert err.count("\n") == 1
-    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").write_bytes(SECRET.own)
     status, _, err = run(capsys, "list", "--admin", "http://127.0.0.1:1", "--secret-file", tmp_path / "secret")
     assert status == 1
     assert "no router answers at http://127.0.0.1:1" in err
@@ -121,7 +122,7 @@ def port() -> Iterator[str]:
 
 def test_keys_of_a_router(port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checks what a router is asked; tests/router/test_access_admin.py shows that one answers."""
-    (tmp_path / "secret").write_bytes(SECRET + b"\n")
+    (tmp_path / "secret").write_bytes(SECRET.own + b"\n")
     (tmp_path / "admin").write_text("the port's own\n")
     where = ("--admin", port, "--secret-file", tmp_path / "secret")
     Port.answers += [(201, {"key": "ts-x", "id": "key-1"}), (200, {"data": []}), (404, {"error": {"message": "there is none"}}), (401, {})]
@@ -142,7 +143,7 @@ def test_a_port_that_asks_for_a_certificate_is_shown_one(
     tmp_path: Path, self_signed: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cert, key = self_signed
-    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").write_bytes(SECRET.own)
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=cert)
     tls.verify_mode = ssl.CERT_REQUIRED
     tls.load_cert_chain(cert, key)

@@ -21,10 +21,11 @@ from twostep.cli._role import is_last
 from twostep.client import WorkerStatus
 from twostep.errors import InvalidRequest, TwostepError
 from twostep.keys.api_keys import system_key
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import RolePass
 
-SECRET = b"sixteen bytes or more"
+SECRET = DeploymentSecret(b"sixteen bytes or more")
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
@@ -68,7 +69,7 @@ def worker() -> Iterator[tuple[ScriptedWorker, str]]:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> str:
-    (tmp_path / "secret").write_bytes(SECRET + b"\n")
+    (tmp_path / "secret").write_bytes(SECRET.own + b"\n")
     return str(tmp_path / "secret")
 
 

@@ -17,6 +17,7 @@ from twostep.cluster.connection import connect
 from twostep.cluster.records import LayoutRecord, WorkerRecord, worker_key
 from twostep.cluster.scaling import DECISION_KEY, ScalingRecord
 from twostep.cluster.signed import DECISIONS, RECORDS, Signer
+from twostep.keys.secret import DeploymentSecret
 from twostep.local.autoscale import Bounds, LocalAutoscale, Scale, ScalerClient, WantedWorkers
 from twostep.local.redis_server import answers, server_argv, server_binary, server_url
 from twostep.local.supervisor import Component, Process, Supervisor
@@ -157,7 +158,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_after_a_pause_that
     assert pauses == ["10 s", "20 s", "40 s", "80 s", "160 s", "300 s", "300 s"], "in a thousand seconds"
 
 
-_SECRET = b"a secret of this test"
+_SECRET = DeploymentSecret(b"a secret of this test")
 
 
 def record(**changes: object) -> ScalingRecord:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostep.errors import InvalidRequest
-from twostep.prefix import PrefixHasher, derive_key, prefix_hashes, secret_check, token_bytes
+from twostep.keys.secret import DeploymentSecret, secret_check
+from twostep.prefix import PrefixHasher, derive_key, prefix_hashes, token_bytes
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 FIELDS = {"tenant": "t", "salt": "s", "model_fingerprint": "m", "dtype": "bfloat16", "quantization": "none"}
@@ -50,17 +51,17 @@ def test_growing_gives_the_same_hashes(parts: list[list[int]], unit: int) -> Non
 
 
 def test_every_field_of_the_key_counts_and_none_runs_into_the_next() -> None:
-    keys = [derive_key(b"secret", **FIELDS), derive_key(b"other", **FIELDS)]
-    keys += [derive_key(b"secret", **(FIELDS | {name: value + "x"})) for name, value in FIELDS.items()]
-    keys.append(derive_key(b"secret", **(FIELDS | {"tenant": "ts", "salt": ""})))
-    keys.append(derive_key(b"secret", **(FIELDS | {"tenant": "", "salt": "ts"})))
+    keys = [derive_key(DeploymentSecret(b"secret"), **FIELDS), derive_key(DeploymentSecret(b"other"), **FIELDS)]
+    keys += [derive_key(DeploymentSecret(b"secret"), **(FIELDS | {name: value + "x"})) for name, value in FIELDS.items()]
+    keys.append(derive_key(DeploymentSecret(b"secret"), **(FIELDS | {"tenant": "ts", "salt": ""})))
+    keys.append(derive_key(DeploymentSecret(b"secret"), **(FIELDS | {"tenant": "", "salt": "ts"})))
     assert len(set(keys)) == len(keys)
-    assert derive_key(b"secret", tenant="t", salt="s", model_fingerprint="m", dtype="bfloat16") == keys[0]
+    assert derive_key(DeploymentSecret(b"secret"), tenant="t", salt="s", model_fingerprint="m", dtype="bfloat16") == keys[0]
 
 
 def test_secret_check_tells_secrets_apart_and_not_what_they_are() -> None:
-    assert secret_check(b"one") == secret_check(b"one") != secret_check(b"two")
-    assert "one" not in secret_check(b"one")
+    assert secret_check(DeploymentSecret(b"one")) == secret_check(DeploymentSecret(b"one")) != secret_check(DeploymentSecret(b"two"))
+    assert "one" not in secret_check(DeploymentSecret(b"one"))
 
 
 def test_a_unit_of_nothing_is_refused() -> None:

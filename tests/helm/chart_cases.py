@@ -47,7 +47,7 @@ SWITCHES: dict[str, Values] = {
     ),
     "given": _values(
         model__volume__existingClaim="weights",
-        secrets__existingSecret="mine",
+        secrets={"existingSecret": "mine", "deploymentKey": "second", "formerDeploymentKey": "first"},
         tracing__otlpEndpoint="http://collector:4317",
         logLevel="debug",
         logJson=False,

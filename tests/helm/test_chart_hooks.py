@@ -17,6 +17,7 @@ import pytest
 import yaml
 from chart_cases import SWITCHES
 from chart_hooks import PATH, TIMEOUT_S, FakeApi, rights, run_hook
+from chart_processes import processes
 from chart_render import CHART, ROOT, merged, render
 from hub_stand_in import StandIn, running
 
@@ -202,3 +203,21 @@ def test_scripts_need_nothing_but_the_standard_library() -> None:
         text = (CHART / f"files/{name}.py").read_text()
         imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
         assert imported - {"make_tls"} <= set(sys.stdlib_module_names), imported
+
+
+def test_the_deployment_secret_changes_under_another_key(api: FakeApi, tmp_path: Path) -> None:
+    """Pods of both rounds mount what is theirs; and the hook fails before any of them where the Secret lacks a key that they wait for."""
+    assert make_secrets(api, tmp_path).returncode == 0
+    changed = {"secrets": {"deploymentKey": "second", "formerDeploymentKey": "deployment-secret"}}
+    refused = run_hook("make-secrets", api, tmp_path, changed)
+    assert refused.returncode == 1
+    assert "has no second" in refused.stderr
+    for pod in render(merged(SWITCHES["autoscaling"], changed)).pods():
+        for volume in pod.spec["volumes"]:
+            if volume["name"] == "secret":
+                paths = {item["key"]: item["path"] for item in volume["secret"]["items"]}
+                assert paths == {"second": "deployment-secret", "deployment-secret": "former-deployment-secret"}
+    for process in processes(render(merged(SWITCHES["autoscaling"], changed))):
+        if process.module != "kv_transfer.ray.node":
+            files = {process.config.secret_file.name, process.config.former_secret_file.name}
+            assert files == {"deployment-secret", "former-deployment-secret"}, process.name

@@ -104,6 +104,7 @@ CONTRARY: list[tuple[str, Any, str]] = [
     ),
     ("router.env", [{"name": "TWOSTEP_HASH_UNIT", "value": "128"}], "router.env has TWOSTEP_HASH_UNIT, which was removed: it is"),
     ("autoscaling.env", [{"name": "TWOSTEP_LEADER_LEASE", "value": "9"}], "autoscaling.env has TWOSTEP_LEADER_LEASE"),
+    ("secrets.formerDeploymentKey", "deployment-secret", "secrets.deploymentKey and secrets.formerDeploymentKey are both"),
     ("router.env", [{"name": "TWOSTEP_LOG_LEVEL", "value": "debug"}], "router.env: TWOSTEP_LOG_LEVEL is there twice"),
     ("components.env", [{"name": "HOME", "value": "/root"}], "HOME is there twice in the pod of"),
     ("prefill.extraVolumes", [{"name": "shm", "emptyDir": {}}], "prefill.extraVolumes: shm is there twice"),
@@ -349,6 +350,8 @@ def test_values_of_a_chart_before_this_one_are_taken(tmp_path: Path) -> None:
         "workers.resourceClaims",
         "autoscaling.pdb",
         "autoscaling.podPolicy",
+        "secrets.deploymentKey",
+        "secrets.formerDeploymentKey",
         "autoscaling.holdReplicas",
         "colocated.besidePools",
     ):

@@ -19,6 +19,7 @@ from kv_transfer.ticket import Ticket
 from kv_transfer.transport import ChunkInfo
 from twostep.engine.block_pool import BlockPool
 from twostep.errors import Cancelled, DataLoss, InvalidRequest, ResourceExhausted, TwostepError, Unavailable
+from twostep.keys.secret import DeploymentSecret
 
 TTL_S = 10.0
 SOURCE_BLOCKS = 9
@@ -26,7 +27,7 @@ TARGET_BLOCKS = 16
 Tag = tuple[object, ...]
 
 
-SECRET = b"of a deployment"
+SECRET = DeploymentSecret(b"of a deployment")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

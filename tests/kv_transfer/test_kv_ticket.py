@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from kv_transfer.ticket import ProbePass, Ticket, fingerprint, layout_from_proto, layout_to_proto
 from twostep.cluster.records import LayoutRecord
 from twostep.errors import Incompatible, Unauthenticated, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.v1 import kv_pb2
 
-SECRET = b"deployment secret"
+SECRET = DeploymentSecret(b"deployment secret")
 LAYOUT = LayoutRecord(model_fingerprint="m", dtype="bfloat16", block_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
 
 uint64, text = st.integers(0, 2**64 - 1), st.text(max_size=20)
@@ -39,7 +40,7 @@ def test_a_signature_survives_the_wire_and_fits_one_ticket_only(one: Ticket, oth
     arrived.check_signature(SECRET)
     flipped = bytearray(signed.mac)
     flipped[position] ^= flip
-    forged = [(arrived, b"another secret"), (replace(arrived, mac=bytes(flipped)), SECRET)]
+    forged = [(arrived, DeploymentSecret(b"another secret")), (replace(arrived, mac=bytes(flipped)), SECRET)]
     forged += [(replace(other, mac=signed.mac), SECRET)] if one != other else []
     for ticket, secret in forged:
         with pytest.raises(Unauthenticated):
@@ -80,7 +81,7 @@ def test_a_pass_is_for_one_life_of_one_worker_and_ends(worker_id: str, epoch: in
     arrived.verify(SECRET, worker_id=worker_id, epoch=epoch)
     other = worker_id + "x"
     with pytest.raises(Unauthenticated):
-        arrived.verify(b"another secret", worker_id=worker_id, epoch=epoch)
+        arrived.verify(DeploymentSecret(b"another secret"), worker_id=worker_id, epoch=epoch)
     for changed in (replace(arrived, worker_id=other), replace(arrived, expires_unix_ms=arrived.expires_unix_ms + 1)):
         with pytest.raises(Unauthenticated):
             changed.verify(SECRET, worker_id=changed.worker_id, epoch=epoch)
@@ -89,7 +90,7 @@ def test_a_pass_is_for_one_life_of_one_worker_and_ends(worker_id: str, epoch: in
             arrived.verify(SECRET, **asked)
     old = replace(arrived, expires_unix_ms=1)
     with pytest.raises(Unauthenticated):
-        replace(old, mac=old._mac(SECRET)).verify(SECRET, worker_id=worker_id, epoch=epoch)  # as one signed a minute ago
+        old.signed(SECRET).verify(SECRET, worker_id=worker_id, epoch=epoch)  # as one signed a minute ago
 
 
 def test_a_ticket_is_no_pass_and_a_pass_no_ticket() -> None:

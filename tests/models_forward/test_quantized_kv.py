@@ -24,6 +24,7 @@ from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.generate import generate
 from twostep.engine.types import EngineRequest
 from twostep.errors import SetupError
+from twostep.keys.secret import DeploymentSecret
 from twostep.model.families.registry import parse_config
 from twostep.model.runner.model_runner import ModelRunner, num_blocks_for
 from twostep.model.step.kv_cache import KvCache
@@ -258,7 +259,7 @@ def test_lossy_kv_shares_neither_prefixes_nor_pairs(directory: Path) -> None:
     assert [layout.quantization for layout in layouts.values()] == ["none", *FORMATS]
     assert len(set(layouts.values())) == 4
     keys = {
-        derive_key(b"s", tenant="t", salt="", model_fingerprint="m", dtype=layout.dtype, quantization=layout.quantization)
+        derive_key(DeploymentSecret(b"s"), tenant="t", salt="", model_fingerprint="m", dtype=layout.dtype, quantization=layout.quantization)
         for layout in layouts.values()
     }
     assert len(keys) == 4

@@ -125,7 +125,7 @@ def worker(
     model_dir: Path, redis: RedisServer, directory: Path, form: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process, str, Path]]:
     """A ready decode worker over two ranks, the rank that is not the worker itself, its address and its log."""
-    (directory / "secret").write_bytes(SECRET)
+    (directory / "secret").write_bytes(SECRET.own)
     log, port = directory / "log", free_ports(1)[0]
     with log.open("wb") as sink:
         process = subprocess.Popen(

@@ -34,8 +34,8 @@ from twostep.cluster.records import WORKERS_KEY, LayoutRecord, WorkerLoad, Worke
 from twostep.cluster.shared_clock import SharedClock
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.errors import TwostepError, error_from_grpc
+from twostep.keys.secret import DeploymentSecret, secret_check
 from twostep.local.ports import free_ports
-from twostep.prefix import secret_check
 from twostep.rpc.channel import open_channel
 from twostep.rpc.server import server_options
 from twostep.rpc.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
@@ -516,7 +516,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 # ---- all of it -----------------------------------------------------------------------------------------------------------
 
 
-def signed(record: WorkerRecord, secret: bytes = SECRET) -> str:
+def signed(record: WorkerRecord, secret: DeploymentSecret = SECRET) -> str:
     """As its worker writes it to Redis."""
     return Signer(secret, RECORDS).sign_object(record.to_json())
 
@@ -530,7 +530,7 @@ class Cluster:
         self.exchange = Exchange(self.answer)
         self.workers: list[FakeWorker] = []
         self.secret_file = tmp_path / "secret"
-        self.secret_file.write_bytes(SECRET)
+        self.secret_file.write_bytes(SECRET.own)
         self.layout = LayoutRecord(
             model_fingerprint=model_fingerprint(model_dir), dtype="float32", block_size=16, num_layers=2, num_kv_heads=2, head_dim=8
         )

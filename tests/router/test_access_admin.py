@@ -22,7 +22,7 @@ import pytest
 from http_fakes import CHAT, chat, open_http, refused, told, url
 from router_fakes import SECRET, Cluster, RedisServer
 
-from router.http.admin import load_admin_key
+from router.http.admin import load_admin_keys
 from twostep.errors import SetupError
 from twostep.keys.api_keys import admin_key, system_key
 from twostep.local.ports import free_ports
@@ -164,7 +164,7 @@ async def test_status_and_the_logs_level(cluster: Cluster, root_level: None) -> 
 def test_a_router_that_is_asked_to_drains_and_exits(bare_model_dir: Path, redis_server: RedisServer, tmp_path: Path) -> None:
     """As a process, with a key of the port's own."""
     (port,) = free_ports(1)
-    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").write_bytes(SECRET.own)
     (tmp_path / "admin").write_text("an-admin-key-of-our-own\n")
     argv = [sys.executable, "-P", "-m", "router", "--model", str(bare_model_dir), "--redis-url", redis_server.url]
     argv += ["--secret-file", str(tmp_path / "secret"), "--admin-port", str(port), "--admin-key-file", str(tmp_path / "admin")]
@@ -196,10 +196,10 @@ def test_a_router_that_is_asked_to_drains_and_exits(bare_model_dir: Path, redis_
 
 
 def test_admin_keys_that_are_none_are_refused(tmp_path: Path) -> None:
-    assert load_admin_key(None, SECRET) == admin_key(SECRET)
+    assert load_admin_keys(None, SECRET) == (admin_key(SECRET),)
     for content in (b"", b"short", b"has a space in it, and more", "schlüssel-von-uns-allen".encode()):
         (tmp_path / "key").write_bytes(content)
         with pytest.raises(SetupError, match="--admin-key-file"):
-            load_admin_key(tmp_path / "key", SECRET)
+            load_admin_keys(tmp_path / "key", SECRET)
     with pytest.raises(SetupError):
-        load_admin_key(tmp_path / "none", SECRET)
+        load_admin_keys(tmp_path / "none", SECRET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import redis.asyncio
@@ -30,6 +32,7 @@ from twostep.cluster.signed import API_KEYS, Signer
 from twostep.errors import InvalidRequest, NotFound, SetupError, Unauthenticated, Unavailable
 from twostep.keys.api_key_file import put_in_file, read_file, remove_from_file
 from twostep.keys.api_keys import BadKey, Key, KeyTable, Limits, hash_of, make_key, system_key
+from twostep.keys.secret import DeploymentSecret
 from twostep.request_class import RequestClass
 
 
@@ -157,7 +160,7 @@ async def test_what_a_key_says_of_itself_counts(access: Access) -> None:
     assert (nobody.tenant, nobody.fallback) == (None, "gateway")
     assert access.identify(f"Bearer {system_key(SECRET)}").account is None, "the deployment's own has no limits"
     with pytest.raises(Unauthenticated):
-        access.identify(f"Bearer {system_key(b'another secret, as long')}")
+        access.identify(f"Bearer {system_key(DeploymentSecret(b'another secret, as long'))}")
 
 
 async def test_a_file_that_breaks_leaves_the_last_keys(access: Access, tmp_path: Path) -> None:
@@ -461,13 +464,65 @@ async def test_keys_that_redis_lost_are_written_back(redis_client: redis.asyncio
     assert await RedisKeys(redis_client, SECRET).read() == [key]
 
 
-async def test_keys_that_nobody_signed_open_nothing_until_they_are_adopted(redis_client: redis.asyncio.Redis) -> None:
-    key = make_key()[1]
-    await redis_client.hset(KEYS, key.id, key.to_json())
+async def test_keys_of_another_secret_open_nothing_until_they_are_adopted(redis_client: redis.asyncio.Redis) -> None:
+    unsigned, foreign = make_key()[1], make_key()[1]
+    await redis_client.hset(KEYS, unsigned.id, unsigned.to_json())
     assert await RedisKeys(redis_client, SECRET).read() == []
-    await RedisKeys(redis_client, b"another secret, as long").put(key)
+    await RedisKeys(redis_client, DeploymentSecret(b"another secret, as long")).put(foreign)
     assert await RedisKeys(redis_client, SECRET).read() == []
-    await redis_client.delete(SIGNATURES)
     adopting = RedisKeys(redis_client, SECRET, adopt=True)
-    assert [await adopting.read(), await adopting.read()] == [None, [key]]
-    assert await RedisKeys(redis_client, SECRET).read() == [key]
+    assert await adopting.read() is None
+    for source in (adopting, RedisKeys(redis_client, SECRET)):
+        assert {key.id for key in await source.read() or ()} == {unsigned.id, foreign.id}
+
+
+async def test_keys_outlive_the_secret_that_signed_them(redis_client: redis.asyncio.Redis) -> None:
+    """Routers of all three states at once, as restarts one by one leave them; and nobody writes without end."""
+    old, new = DeploymentSecret(b"the former secret, long enough"), DeploymentSecret(b"the new secret, as long as that")
+    before, between, after = (RedisKeys(redis_client, secret) for secret in (old, DeploymentSecret(new.own, old.own), new))
+    keys = [make_key()[1] for _ in range(3)]
+    for key in keys:
+        await before.put(key)
+    assert await after.read() == [], "it would have been too early"
+    found = await between.read()
+    assert sorted(key.id for key in found or ()) == sorted(key.id for key in keys)
+    for source in (before, between, after):
+        fresh = await source.read()
+        assert fresh is None or len(fresh) == 3
+    signed = await redis_client.hgetall(SIGNATURES)
+    version = await redis_client.get(VERSION)
+    assert [await source.read() for source in (before, between, after)] == [None] * 3
+    assert (await redis_client.hgetall(SIGNATURES), await redis_client.get(VERSION)) == (signed, version)
+    # A router that has only the former one changes a key: the next look of one with both signs that again.
+    changed = dataclasses.replace(keys[0], disabled=True)
+    await before.put(changed)
+    for source in (between, after):
+        read = {key.id: key for key in await source.read() or ()}
+        assert read[changed.id].disabled
+    # Without the former secret the former routers read nothing that is written from now on.
+    late = make_key()[1]
+    await after.put(late)
+    assert late.id not in {key.id for key in await before.read() or ()}
+
+
+async def test_a_key_that_changes_while_it_is_signed_again_keeps_its_change(redis_client: redis.asyncio.Redis) -> None:
+    old, new = DeploymentSecret(b"the former secret, long enough"), DeploymentSecret(b"the new secret, as long as that")
+    before, between = RedisKeys(redis_client, old), RedisKeys(redis_client, DeploymentSecret(new.own, old.own))
+    key = make_key()[1]
+    await before.put(key)
+    changed = dataclasses.replace(key, name="changed")
+
+    class Late:
+        """Redis for the one that signs again: somebody changes the key just before."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(redis_client, name)
+
+        async def eval(self, *arguments: Any) -> Any:
+            await before.put(changed)
+            return await redis_client.eval(*arguments)
+
+    late = RedisKeys(cast(redis.asyncio.Redis, Late()), DeploymentSecret(new.own, old.own))
+    await late.read()
+    assert await before.read() == [changed]
+    assert await between.read() == [changed]

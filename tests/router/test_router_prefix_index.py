@@ -15,6 +15,7 @@ from redis.exceptions import ConnectionError as RedisAway
 from router.workers.prefix_index import CachedPrefix, PrefixIndex, PrefixProbe, WorkerLife
 from twostep.cluster.records import host_prefix_key, prefix_key
 from twostep.cluster.shared_connection import Command
+from twostep.keys.secret import DeploymentSecret
 
 UNIT = 64
 LIFE = A = WorkerLife("a", 1)
@@ -102,7 +103,7 @@ async def sets() -> Sets:
 
 
 def index_of(sets: Sets, **options: Any) -> PrefixIndex:
-    return PrefixIndex(sets, b"secret", UNIT, **({"timeout_s": 60.0} | options))
+    return PrefixIndex(sets, DeploymentSecret(b"secret"), UNIT, **({"timeout_s": 60.0} | options))
 
 
 def units(num: int) -> list[bytes]:

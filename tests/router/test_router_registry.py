@@ -27,6 +27,7 @@ from twostep.cluster.look import WorkerListing
 from twostep.cluster.records import WORKERS_KEY, WorkerLoad, WorkerRecord, prefix_key, worker_key
 from twostep.cluster.shared_connection import SharedConnection
 from twostep.cluster.signed import RECORDS, Signer
+from twostep.keys.secret import DeploymentSecret
 from twostep.prefix import derive_key, prefix_hashes
 from twostep.rpc.call_signing import CallSigner
 from twostep.sampling_params import SamplingParams
@@ -321,7 +322,7 @@ async def test_only_what_the_deployment_has_signed_is_a_worker(cluster: Cluster)
         "another address": text.replace(true.address, elsewhere.address),
         "no signature": elsewhere.to_json(),
         "its signature": elsewhere.to_json()[:-1] + text[-74:],
-        "another secret's": signed(dataclasses.replace(elsewhere, epoch=1 << 62), b"another deployment's"),
+        "another secret's": signed(dataclasses.replace(elsewhere, epoch=1 << 62), DeploymentSecret(b"another deployment's")),
         "a larger epoch": text.replace('"epoch":7', f'"epoch":{1 << 62}'),
         "a field more": text.replace("{", '{"address":"127.0.0.1:6",', 1),
         "nothing": "{}",

@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from served import serving
 
 from twostep.errors import Unauthenticated, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.call_signing import HEADER, CallGate, CallSigner, challenge_in, channel_to_worker
 from twostep.rpc.channel import Signature, open_channel
 from twostep.rpc.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from twostep.rpc.worker_role import who_is
 
-SECRET = b"secret of this deployment"
+SECRET = DeploymentSecret(b"secret of this deployment")
 WAIT_S = 60.0
 # Whatever a record says is an epoch.
 names, epochs = st.text(max_size=20), st.integers(-(2**70), 2**70)
 
 
-def admit(signature: Signature, life: tuple[str, int] = ("w", 7), secret: bytes = SECRET) -> str:
+def admit(signature: Signature, life: tuple[str, int] = ("w", 7), secret: DeploymentSecret = SECRET) -> str:
     gate = CallGate(secret, lambda: life)
     first = gate.admit("/m", [("user-agent", "x"), *signature])
     assert gate.admit("/m", signature) == first, "and again, from memory"
@@ -40,7 +41,7 @@ def test_what_is_signed_for_a_life_is_admitted_there_and_nowhere_else(caller: st
         with pytest.raises(Unavailable):
             admit(signature, other)
     with pytest.raises(Unauthenticated):
-        admit(signature, (worker_id, epoch), b"secret of another deployment")
+        admit(signature, (worker_id, epoch), DeploymentSecret(b"secret of another deployment"))
 
 
 def test_names_do_not_run_into_each_other() -> None:
@@ -104,7 +105,7 @@ async def test_who_knows_an_address_alone_signs_for_who_answers_there() -> None:
     async with worker() as address:
         async with channel_to_worker(address, SECRET, caller="test") as channel:
             assert (await who_is(channel)).worker_id == "w"
-        async with channel_to_worker(address, b"secret of another deployment", caller="test") as channel:
+        async with channel_to_worker(address, DeploymentSecret(b"secret of another deployment"), caller="test") as channel:
             with pytest.raises(Unauthenticated, match="another secret"):
                 await who_is(channel)
     with pytest.raises(Unavailable):

@@ -96,7 +96,7 @@ async def test_one_id_in_every_process(fake_model_dir: Path, tmp_path: Path, lin
     every = lines.of("router", "prefill_worker", "decode_worker", "kv_transfer", "twostep")
     assert [line for line in every if name in line["message"] and line.get("request_id") != name] == []
     everything = "\n".join(lines.text)
-    for secret in ("rivers run", "never to be found", "sk-very-secret", SECRET.decode(), text[:20]):
+    for secret in ("rivers run", "never to be found", "sk-very-secret", SECRET.own.decode(), text[:20]):
         assert secret not in everything
 
 

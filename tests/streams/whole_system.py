@@ -184,7 +184,7 @@ async def whole_system(
         stack.callback(redis_server.kill)
         url = redis_server.url
         secret_file = tmp_path / "secret"
-        secret_file.write_bytes(SECRET)
+        secret_file.write_bytes(SECRET.own)
         make_edge = _edges(LocalHub(), replace(limits or SequencesConfig(), local_prefill=aggregated))
         runner_of, brake = make_runner or (lambda: fake_runner(model_dir)), Brake()
         numbers = {role: count() for role in ROLES}

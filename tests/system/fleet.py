@@ -21,7 +21,7 @@ from local_ray import LocalRay
 
 from twostep import AsyncClient
 from twostep.errors import TwostepError
-from twostep.keys.secret import load_secret
+from twostep.keys.secret import DeploymentSecret, load_secret
 from twostep.local import redis_server
 from twostep.local.ports import free_ports
 from twostep.local.probes import Probes
@@ -53,9 +53,16 @@ class Member:
 
 class Fleet:
     """`async with Fleet(...)` has Redis and Ray; start() adds what its names say, as in "decode-0". Nothing outlives the block. `flags` are
-    for all workers."""
+    for all workers, `router_flags` for all routers. `api_key`: what opens the routers, where they ask for keys."""
 
-    def __init__(self, model_dir: Path, *, flags: Sequence[str] = (), routers: Sequence[str] = ("router-0", "router-1")) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        flags: Sequence[str] = (),
+        router_flags: Sequence[str] = (),
+        routers: Sequence[str] = ("router-0", "router-1"),
+    ) -> None:
         # In a short place, because of unix sockets.
         self.directory = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))
         self.members: dict[str, Member] = {}
@@ -63,11 +70,13 @@ class Fleet:
         self.tree: Path | None = None
         self._ray = LocalRay()
         self._model_dir = model_dir
-        self._flags = tuple(flags)
+        self._flags, self._router_flags = tuple(flags), tuple(router_flags)
+        self.api_key: str | None = None
         # Clients know all routers there will ever be, whether or not they run.
         self._ports = dict(zip(routers, free_ports(len(routers)), strict=True))
-        self._secret = self.directory / "secret"
-        self._secret.write_text(secrets.token_hex(32))
+        # What starts next gets these.
+        self._secret = self._new_secret()
+        self._former: Path | None = None
         self._redis_dir = self.directory / "redis"
         self._redis_dir.mkdir()
         self.redis_url = redis_server.server_url(self._redis_dir)
@@ -115,11 +124,11 @@ class Fleet:
         assert not left, f"{name} left {left}"
         return took
 
-    async def restart(self, name: str) -> None:
-        """In place: the same name and port, another life."""
-        member = self.members[name]
-        await self.drain(name)
-        await self._launch(name, int(member.address.rpartition(":")[2]), member.drain_s)
+    async def restart(self, *names: str) -> None:
+        """In place and together: the same names and ports, other lives."""
+        members = [self.members[name] for name in names]
+        await asyncio.gather(*map(self.drain, names))
+        await asyncio.gather(*(self._launch(each.name, int(each.address.rpartition(":")[2]), each.drain_s) for each in members))
         await self.until_whole()
 
     async def until_whole(self) -> None:
@@ -128,7 +137,7 @@ class Fleet:
 
     async def stats(self, name: str) -> worker_pb2.WorkerStats:
         """Returns the stats of a worker."""
-        async with channel_to_worker(self.members[name].address, load_secret(self._secret), caller="test") as channel:
+        async with channel_to_worker(self.members[name].address, self.secret, caller="test") as channel:
             stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
             return await stub.Stats(worker_pb2.WorkerStatsRequest(check_integrity=True), timeout=30)
 
@@ -146,7 +155,7 @@ class Fleet:
 
         async def held() -> str:
             workers = [m for m in self.members.values() if m.role != "router"]
-            states = {m.name: await self._probes.worker(m.address, load_secret(self._secret)) for m in workers}
+            states = {m.name: await self._probes.worker(m.address, self.secret) for m in workers}
             found = {name: "no answer" if state is None else state.held for name, state in states.items()}
             return "; ".join(f"{name} holds {what}" for name, what in found.items() if what)
 
@@ -156,6 +165,25 @@ class Fleet:
 
     def log_tail(self, name: str) -> str:
         return "\n".join(tail(self._log(name), 40))
+
+    # ---- the deployment's secret -------------------------------------------------------------------------------------------
+
+    @property
+    def secret(self) -> DeploymentSecret:
+        return load_secret(self._secret, former=self._former)
+
+    def change_secret(self) -> None:
+        """What is started from now on has a new one, and accepts the former."""
+        self._secret, self._former = self._new_secret(), self._secret
+
+    def forget_former_secret(self) -> None:
+        """What is started from now on has the new one alone."""
+        self._former = None
+
+    def _new_secret(self) -> Path:
+        path = self.directory / f"secret-{secrets.token_hex(4)}"
+        path.write_text(secrets.token_hex(32))
+        return path
 
     # ---- Redis ----------------------------------------------------------------------------------------------------------
 
@@ -173,10 +201,11 @@ class Fleet:
         role = name.partition("-")[0]
         words = ["--model", str(self._model_dir), "--served-model-name", "m", "--redis-url", self.redis_url]
         words += ["--secret-file", str(self._secret), "--host", "127.0.0.1", "--grpc-port", str(port), "--drain-timeout", f"{drain_s:g}"]
+        words += ["--former-secret-file", str(self._former)] if self._former is not None else []
         # Only the port that others know is used twice: another process may have got its neighbours meanwhile.
         words += ["--health-port", "-1", "--metrics-port", "0"]
         if role == "router":
-            module, words = "router", [*words, "--port", "-1", "--router-id", name]
+            module, words = "router", [*words, "--port", "-1", "--router-id", name, *self._router_flags]
         else:
             module = f"{role}_worker"
             words += ["--worker-id", name, "--ray-address", self._ray.address, "--kv-transfer", "ray", "--no-local-prefill"]
@@ -212,7 +241,7 @@ class Fleet:
 
     async def _listed(self, router: Member) -> tuple[int, int]:
         try:
-            async with AsyncClient(router.address, max_retries=0) as client:
+            async with AsyncClient(router.address, max_retries=0, api_key=self.api_key) as client:
                 (model,) = await client.models(timeout=10)
         except TwostepError:
             return 0, 0

@@ -93,10 +93,17 @@ class SteadyLoad:
     ever found."""
 
     def __init__(
-        self, targets: Sequence[str], cases: Sequence[LoadCase], *, num_clients: int, fresh: bool = False, max_retries: int = 3
+        self,
+        targets: Sequence[str],
+        cases: Sequence[LoadCase],
+        *,
+        num_clients: int,
+        fresh: bool = False,
+        max_retries: int = 3,
+        api_key: str | None = None,
     ) -> None:
         self.ended: list[Outcome] = []
-        self._client = AsyncClient(list(targets), timeout=TIMEOUT_S, max_retries=max_retries)
+        self._client = AsyncClient(list(targets), timeout=TIMEOUT_S, max_retries=max_retries, api_key=api_key)
         self._cases = itertools.cycle(cases)
         self._num_clients = num_clients
         self._fresh = fresh

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 from fleet import Fleet
 from loads import SteadyLoad, fake_cases
+from redis.asyncio import Redis
 from rolling import LONG_S, SHORT_S, Stage, Update, differing
 
+from router.access.sources import RedisKeys
+from twostep import AsyncClient
+from twostep.errors import Unauthenticated
+from twostep.keys.api_keys import make_key, system_key
+from twostep.rpc.call_signing import channel_to_worker
+from twostep.rpc.worker_role import who_is
 from twostep.text.model_card import ModelCard
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -59,3 +66,35 @@ async def test_each_role_and_redis_roll_under_load(tiny_llama_dir: Path) -> None
         await fleet.until_empty()
     assert differing(update.stages) == []
     assert patient.num_moved == 0
+
+
+@pytest.mark.usefixtures("alone")
+async def test_the_deployments_secret_changes_under_load(tiny_llama_dir: Path) -> None:
+    """The procedure of docs/access.md: half of the processes at a time, and twice. No request fails, keys stay, and the former secret opens
+    nothing in the end."""
+    cases = fake_cases(ModelCard.load(tiny_llama_dir).vocab_size, 12, max_tokens=(30, 60))
+    halves = [[f"{role}-{number}" for role in ("router", "prefill", "decode")] for number in (0, 1)]
+    async with Fleet(tiny_llama_dir, flags=FLAGS, router_flags=("--api-keys", "redis")) as fleet:
+        former = fleet.secret
+        fleet.api_key, key = make_key()
+        async with Redis.from_url(fleet.redis_url) as store:
+            await RedisKeys(store, former).put(key)
+            await fleet.start(dict.fromkeys(halves[0] + halves[1], SHORT_S))
+            async with SteadyLoad(fleet.targets, cases, num_clients=6, api_key=fleet.api_key) as load:
+                update = Update(fleet, load, print)
+                fleet.change_secret()
+                for half in halves:
+                    await update.stage(f"{', '.join(half)} accept both", fleet.restart(*half))
+                fleet.forget_former_secret()
+                for half in halves:
+                    await update.stage(f"{', '.join(half)} accept the new one", fleet.restart(*half))
+            assert await RedisKeys(store, former).read() == [], "an attacker with the former secret has no say over keys"
+        for router in fleet.targets:
+            async with AsyncClient(router, api_key=system_key(former), max_retries=0) as client:
+                with pytest.raises(Unauthenticated):
+                    await client.models()
+        with pytest.raises(Unauthenticated):
+            async with channel_to_worker(fleet.members["decode-0"].address, former, caller="test") as channel:
+                await who_is(channel)
+        await fleet.until_empty()
+    assert differing(update.stages) == []

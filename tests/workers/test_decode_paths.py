@@ -21,6 +21,7 @@ from kv_transfer.telemetry import ProbeResult, TransferTelemetry
 from kv_transfer.transport import ProbeTiming
 from kv_transfer.transports import Transports
 from twostep.errors import ResourceExhausted
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.server import server_options
 from twostep.rpc.v1 import kv_pb2, kv_pb2_grpc
@@ -76,14 +77,14 @@ def patient(monkeypatch: pytest.MonkeyPatch, patient_paths: None) -> None:
 
 @asynccontextmanager
 async def made() -> AsyncIterator[World]:
-    transports, peers = Transports([Transport()]), Peers(TlsFiles(), CallSigner(b"secret of a deployment", "d"))
+    transports, peers = Transports([Transport()]), Peers(TlsFiles(), CallSigner(DeploymentSecret(b"secret of a deployment"), "d"))
     kv = Kv()  # type: ignore[abstract]  # what it lacks is not asked for
     await transports.start()
     server = grpc.aio.server(options=server_options())
     kv_pb2_grpc.add_KvServicer_to_server(kv, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    paths = Paths(transports, peers, b"secret of a deployment", TransferTelemetry())
+    paths = Paths(transports, peers, DeploymentSecret(b"secret of a deployment"), TransferTelemetry())
     try:
         yield World(paths, kv, port)
     finally:
@@ -142,7 +143,7 @@ async def test_a_probe_without_room_says_nothing_of_the_path(monkeypatch: pytest
 
 
 async def test_a_channel_asked_for_while_others_are_closed_is_an_open_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = Peers(TlsFiles(), CallSigner(b"secret of a deployment", "d"))
+    peers = Peers(TlsFiles(), CallSigner(DeploymentSecret(b"secret of a deployment"), "d"))
     may_close = asyncio.Event()
     closed: list[grpc.aio.Channel] = []
 

@@ -38,6 +38,7 @@ from twostep.cluster.shared_connection import SharedConnection
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
 from twostep.errors import SetupError
 from twostep.keys.api_keys import make_key
+from twostep.keys.secret import DeploymentSecret
 from twostep.local.ports import free_ports
 from twostep.local.redis_server import server_binary
 from twostep.request_class import RequestClass
@@ -107,7 +108,7 @@ async def test_the_user_that_the_docs_name_can_do_all_there_is_to_do(start: Star
     registry = Registry(client, deployment())
     await registry.exchange()
     assert await client.smismember(WORKERS_KEY, ["w", "gone"]) == [1, 0]
-    index = PrefixIndex(SharedConnection(client), b"secret", 8, timeout_s=WAIT_S)
+    index = PrefixIndex(SharedConnection(client), DeploymentSecret(b"secret"), 8, timeout_s=WAIT_S)
     await index.open()
     await index.lookup({WorkerLife("w", 7): [b"a" * 16]}, {WorkerLife("w", 7)})
     await index.close()

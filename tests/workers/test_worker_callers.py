@@ -10,6 +10,7 @@ import pytest
 from raw_http2 import RawHttp2
 from worker_harness import SECRET, WAIT_S, expected, prompt_of, refused, routed, started
 
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
@@ -26,7 +27,7 @@ async def test_without_a_signature_there_is_no_ticket_no_block_and_no_token(redi
         assert answer.tokens == expected(prompt, 5)
         request = {"request_id": "x", "attempt": 1, "token_ids": prompt, "num_prompt_tokens": len(prompt), "tenant": "somebody"}
         sampling = sampling_to_proto(SamplingParams(max_tokens=4))
-        foreign = CallSigner(b"secret of another deployment", "router-1")
+        foreign = CallSigner(DeploymentSecret(b"secret of another deployment"), "router-1")
         for worker in (pair.prefill_worker, pair.decode_worker):
             for signature in ((), foreign.sign(worker.worker_id, worker.epoch)):
                 async with open_channel(worker.address, signature=signature) as channel:

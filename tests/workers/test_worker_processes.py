@@ -41,7 +41,7 @@ class Process:
         port, health_port = free_ports(2)
         self.address = f"127.0.0.1:{port}"
         self.log = directory / f"{name}.log"
-        (directory / "secret").write_bytes(SECRET)
+        (directory / "secret").write_bytes(SECRET.own)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [

@@ -26,7 +26,8 @@ from twostep.cluster.registration import Registration
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.engine.types import PrefixDelta
 from twostep.errors import SetupError, Unauthenticated
-from twostep.prefix import derive_key, prefix_hashes, secret_check
+from twostep.keys.secret import DeploymentSecret, secret_check
+from twostep.prefix import derive_key, prefix_hashes
 from twostep.rpc.call_signing import CallSigner
 from twostep.rpc.channel import open_channel
 
@@ -400,7 +401,7 @@ def test_no_bit_of_what_is_signed_can_be_changed(fields: dict[str, Any], place: 
     for wrong in (bytes(changed), signed[:-1], signed[1:], b"", text.encode()):
         with pytest.raises(Unauthenticated):
             signer.read_object(wrong)
-    for other in (Signer(SECRET, "another purpose"), Signer(b"another secret", RECORDS)):
+    for other in (Signer(SECRET, "another purpose"), Signer(DeploymentSecret(b"another secret"), RECORDS)):
         with pytest.raises(Unauthenticated):
             other.read_object(signed)
 
@@ -483,7 +484,7 @@ async def test_who_has_the_address_and_not_the_secret_or_another_life_vouches_fo
         assert not await vouching.lives(replace(true, worker_id="another")), "another worker at its old address"
         assert not await vouching.lives(replace(true, address=pair.prefill_worker.address))
         assert not await vouching.lives(replace(true, address="127.0.0.1:1")), "nobody"
-        assert not await Vouching(b"another deployment's", lambda _: None, open_to).lives(true)
+        assert not await Vouching(DeploymentSecret(b"another deployment's"), lambda _: None, open_to).lives(true)
 
 
 # ---- tenants' prompts -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from twostep.engine.engine import Engine, EngineConfig
 from twostep.engine.fake import FakeRunner
 from twostep.engine.types import EngineRequest
+from twostep.keys.secret import DeploymentSecret
 from twostep.prefix import prefix_hashes
 from twostep.rpc.convert import sampling_to_proto
 from twostep.rpc.v1 import decode_pb2
@@ -28,7 +29,9 @@ Prepare = Callable[[EngineRequest], Awaitable[EngineRequest]]
 
 @pytest.fixture
 async def reader() -> RequestReader:
-    return RequestReader(secret=b"sixteen bytes or more", layout=layout_of(make_runner().kv_shape, "fake"), eos_token_ids=frozenset())
+    return RequestReader(
+        secret=DeploymentSecret(b"sixteen bytes or more"), layout=layout_of(make_runner().kv_shape, "fake"), eos_token_ids=frozenset()
+    )
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from twostep.cluster.records import WorkerRecord, prefix_key, worker_key
 from twostep.engine.config import prompt_room
 from twostep.engine.fake import FakeRunner
 from twostep.errors import Incompatible, InternalError, SetupError, Unauthenticated, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.call_signing import CallSigner, channel_to_worker, introduced
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
@@ -56,7 +57,7 @@ class RoleSystem:
         return f"127.0.0.1:{self.router.grpc_port}"
 
     async def switch(
-        self, name: str, role: str, drain_timeout_s: float = WAIT_S, *, secret: bytes = SECRET
+        self, name: str, role: str, drain_timeout_s: float = WAIT_S, *, secret: DeploymentSecret = SECRET
     ) -> worker_pb2.SwitchRoleResponse:
         # Asked here, where it may take as long as it likes.
         worker = await self.stats(name)
@@ -118,7 +119,7 @@ async def role_system(
             stack.push_async_callback(_stop, worker)
             system.workers[worker.worker_id] = worker
         if len(roles) > 1:
-            (tmp_path / "secret").write_bytes(SECRET)
+            (tmp_path / "secret").write_bytes(SECRET.own)
             system.router = await start_router(model_dir, redis_url, tmp_path / "secret")
             stack.push_async_callback(system.router.drain, 0.0)
         yield system
@@ -276,7 +277,7 @@ async def test_only_holders_of_the_secret_may(make: Make) -> None:
             other.drain_timeout_s = 0.0
             assert await code(other) is grpc.StatusCode.UNAUTHENTICATED
             with pytest.raises(Unauthenticated, match="--secret-file"):
-                await system.switch("w0", "decode", secret=b"not the secret of these")
+                await system.switch("w0", "decode", secret=DeploymentSecret(b"not the secret of these"))
             stale = RolePass.issue(SECRET, worker_id="w0", epoch=worker.epoch - 1, role="decode", drain_timeout_s=1.0)
             assert await code(stale.to_proto()) is grpc.StatusCode.UNAVAILABLE
             for role, seconds in (("router", 1.0), ("decode", -1.0), ("decode", float("nan"))):

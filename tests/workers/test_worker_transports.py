@@ -31,6 +31,7 @@ from kv_transfer.transport import KvTransport, ProbeTiming
 from kv_transfer.transports import Transports
 from prefill_worker.publisher import Publisher
 from twostep.errors import SetupError
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.v1 import kv_pb2, worker_pb2
 from twostep.worker.edge import EdgeParts
 
@@ -208,7 +209,7 @@ async def test_only_members_of_the_deployment_may_ask(redis_url: str) -> None:
         answer = await w.pair.kv.Probe(good.to_proto())
         assert [(path.transport, bool(path.endpoint)) for path in answer.paths] == [(FAST, True), ("local", True)]
         for wrong, status in (
-            (ProbePass.issue(b"another deployment's", **here), grpc.StatusCode.UNAUTHENTICATED),
+            (ProbePass.issue(DeploymentSecret(b"another deployment's"), **here), grpc.StatusCode.UNAUTHENTICATED),
             (replace(good, expires_unix_ms=good.expires_unix_ms + 1), grpc.StatusCode.UNAUTHENTICATED),
             (ProbePass.issue(SECRET, **here | {"worker_id": "other"}), grpc.StatusCode.UNAVAILABLE),
             (ProbePass.issue(SECRET, **here | {"epoch": good.epoch - 1}), grpc.StatusCode.UNAVAILABLE),

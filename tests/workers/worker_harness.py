@@ -31,6 +31,7 @@ from twostep.cluster.epochs import first_epoch
 from twostep.engine.batch import Batch, Sampled
 from twostep.engine.engine import Engine
 from twostep.engine.fake import FakeRunner, fake_next_token
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.channel import open_channel
 from twostep.rpc.convert import sampling_to_proto
@@ -42,7 +43,7 @@ from twostep.worker.local_engine import LocalEngine
 from twostep.worker.model import ServedModel, layout_of, resolve_config
 from twostep.worker.worker import Worker
 
-SECRET = b"sixteen bytes or more"
+SECRET = DeploymentSecret(b"sixteen bytes or more")
 BLOCK = 4
 VOCAB = 1000
 # For what takes a moment, on a machine that has a lot else to do.

@@ -32,6 +32,7 @@ from twostep.cluster.records import HEARTBEAT_S, WorkerRecord
 from twostep.cluster.scaling import DECISION_KEY, MAX_DECISION_BYTES, ScalingRecord
 from twostep.cluster.signed import DECISIONS, DEMAND, RECORDS, Signer
 from twostep.errors import InvalidRequest, Unauthenticated, Unavailable
+from twostep.keys.secret import DeploymentSecret
 
 _TIMEOUT_S = EXCHANGE_S
 LOOK_AGAIN_S = 2 * HEARTBEAT_S
@@ -71,7 +72,7 @@ class ObservationCollector:
         self,
         redis: Redis,
         fleet: Fleet,
-        secret: bytes,
+        secret: DeploymentSecret,
         *,
         span_s: float,
         clock: Callable[[], float] | None = None,

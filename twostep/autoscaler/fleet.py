@@ -16,6 +16,7 @@ from typing import cast
 from twostep import __version__
 from twostep.autoscaler.model import ROLES, Role, WorkerView, longest_start_s
 from twostep.cluster.records import NO_OWNER, WorkerRecord
+from twostep.keys.secret import in_common
 from twostep.version_skew import why_not
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Fleet:
             self.refuse(name, f"its role is {record.role!r}; upgrade the autoscaler")
         elif record.worker_id != name:
             self.refuse(name, f"its record says it is {record.worker_id!r}; give every worker a name of its own")
-        elif self._secret_check and record.secret_check != self._secret_check:
+        elif self._secret_check and not in_common(record.secret_check, self._secret_check):
             self.refuse(name, "it has another deployment secret; give all processes the same --secret-file")
         elif why := why_not(__version__, record.version, us="the autoscaler", them="it"):
             self._say(name, f"counts as a pod that serves nobody: {why}")

@@ -23,12 +23,11 @@ from twostep.cluster.cancellation import end_if_cancelled
 from twostep.cluster.connection import connect, wait_for_redis
 from twostep.cluster.records import WorkerRecord
 from twostep.cluster.signed import DECISIONS, Signer
-from twostep.keys.secret import load_secret
+from twostep.keys.secret import load_secret, secret_check
 from twostep.metrics.autoscaler import AutoscalerMetrics
 from twostep.metrics.process import register_process
 from twostep.metrics.registry import MetricsRegistry
 from twostep.metrics.server import MetricsServer
-from twostep.prefix import secret_check
 from twostep.rpc.health import READINESS
 from twostep.rpc.keda import externalscaler_pb2_grpc
 from twostep.rpc.server import GrpcServer, ServerConfig
@@ -55,7 +54,7 @@ class Autoscaler:
     ) -> None:
         """Needs a running event loop. `clock`: instead of Redis' own, seconds since 1970; `monotonic`: that leases and decisions age by."""
         self.config = config
-        secret = load_secret(config.secret_file)
+        secret = load_secret(config.secret_file, former=config.former_secret_file)
         settings = config.policy()
         self.autoscaler_id = config.autoscaler_id or f"autoscaler-{uuid.uuid4().hex[:12]}"
         self._redis = connect(config.redis_url)

@@ -15,6 +15,7 @@ from typing import Literal
 from twostep.autoscaler.model import Role, Switch
 from twostep.cluster.records import WorkerRecord
 from twostep.errors import Incompatible, TwostepError, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.call_signing import channel_to_worker
 from twostep.rpc.worker_role import switch_role, who_is
 from twostep.settings.tls import PLAINTEXT, TlsFiles
@@ -39,7 +40,7 @@ class Switcher:
 
     def __init__(
         self,
-        secret: bytes,
+        secret: DeploymentSecret,
         *,
         drain_s: float,
         tls: TlsFiles = PLAINTEXT,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from twostep.client import AsyncClient, WorkerStatus
 from twostep.errors import InvalidRequest, TwostepError, Unavailable
 from twostep.keys.api_keys import system_key
-from twostep.keys.secret import load_secret
+from twostep.keys.secret import DeploymentSecret, load_secret
 from twostep.rpc.call_signing import CallSigner, introduced
 from twostep.rpc.channel import open_channel
 from twostep.rpc.v1 import worker_pb2
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(_run(args, load_secret(args.secret_file, of_running=True)))
 
 
-async def _run(args: argparse.Namespace, secret: bytes) -> int:
+async def _run(args: argparse.Namespace, secret: DeploymentSecret) -> int:
     async with open_channel(args.address, tls=TlsFiles(cert=args.tls_cert, key=args.tls_key, ca=args.tls_ca)) as unsigned:
         try:
             channel = await introduced(unsigned, CallSigner(secret, "twostep role"))
@@ -51,7 +51,7 @@ async def _run(args: argparse.Namespace, secret: bytes) -> int:
     return 0
 
 
-async def _check_others(args: argparse.Namespace, secret: bytes, worker: worker_pb2.WorkerStats) -> None:
+async def _check_others(args: argparse.Namespace, secret: DeploymentSecret, worker: worker_pb2.WorkerStats) -> None:
     """Raises InvalidRequest if nobody would do the work that the worker does now, or if no router tells."""
     if args.role == worker.role:
         return

@@ -34,6 +34,7 @@ from twostep.cluster.records import (
 )
 from twostep.cluster.signed import RECORDS, Signer
 from twostep.errors import SetupError
+from twostep.keys.secret import DeploymentSecret
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Registration:
         self,
         url: str,
         *,
-        secret: bytes,
+        secret: DeploymentSecret,
         describe: Callable[[], WorkerRecord],
         take_delta: Callable[[], PrefixChanges],
         connect_timeout_s: float = 10.0,

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from twostep.errors import InvalidRequest
-from twostep.keys.secret import purpose_key
+from twostep.keys.secret import DeploymentSecret, purpose_key
 from twostep.request_class import RequestClass
 
 KEY_PREFIX = "ts-"
@@ -186,20 +186,31 @@ def hash_of(told: str) -> str:
     return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def system_key(secret: bytes) -> str:
-    """Returns the key that processes of the deployment show each other. It allows everything a key can, without limits, and the holder of
-    the deployment's secret may use it too."""
-    return "ts-system-" + purpose_key(secret, "twostep.system-key.v1").hex()
+def system_keys(secret: DeploymentSecret) -> tuple[str, ...]:
+    """Returns the keys that a router accepts from processes of the deployment, that of its own secret first. They allow everything a key
+    can, without limits, and the holder of the deployment's secret may use them too."""
+    return tuple("ts-system-" + purpose_key(each, "twostep.system-key.v1").hex() for each in secret.accepted)
 
 
-def admin_key(secret: bytes) -> str:
-    """Returns the key that opens a router's --admin-port, unless the port was given a key of its own."""
-    return "ts-admin-" + purpose_key(secret, "twostep.admin-key.v1").hex()
+def system_key(secret: DeploymentSecret) -> str:
+    """Returns the one to show."""
+    return system_keys(secret)[0]
 
 
-def same_key(given: str, key: str) -> bool:
+def admin_keys(secret: DeploymentSecret) -> tuple[str, ...]:
+    """Returns the keys that open a router's --admin-port, unless the port was given a key of its own; that of its own secret first."""
+    return tuple("ts-admin-" + purpose_key(each, "twostep.admin-key.v1").hex() for each in secret.accepted)
+
+
+def admin_key(secret: DeploymentSecret) -> str:
+    """Returns the one to show."""
+    return admin_keys(secret)[0]
+
+
+def is_one_of(given: str, keys: Iterable[str]) -> bool:
     """In constant time."""
-    return len(given) <= MAX_KEY_CHARS and hmac.compare_digest(given.encode("utf-8", "surrogatepass"), key.encode())
+    raw = given.encode("utf-8", "surrogatepass")
+    return len(given) <= MAX_KEY_CHARS and sum(hmac.compare_digest(raw, key.encode()) for key in keys) > 0
 
 
 class KeyTable:

@@ -30,6 +30,7 @@ from twostep.cluster.records import WorkerRecord, worker_key
 from twostep.cluster.scaling import DECISION_KEY, MAX_DECISION_BYTES, ScalingRecord
 from twostep.cluster.signed import DECISIONS, RECORDS, Signer
 from twostep.errors import InvalidRequest, Unauthenticated
+from twostep.keys.secret import DeploymentSecret
 from twostep.local.supervisor import Component, Supervisor
 from twostep.rpc.channel import channel_options
 from twostep.rpc.keda import externalscaler_pb2, externalscaler_pb2_grpc
@@ -123,7 +124,7 @@ class WantedWorkers:
 class ScalerClient:
     """Needs a running event loop. `address` of the autoscaler's gRPC port on this machine."""
 
-    def __init__(self, address: str, redis_url: str, secret: bytes) -> None:
+    def __init__(self, address: str, redis_url: str, secret: DeploymentSecret) -> None:
         self._channel = grpc.aio.insecure_channel(address, [*channel_options(), ("grpc.enable_http_proxy", 0)])
         self._stub: externalscaler_pb2_grpc.ExternalScalerAsyncStub = externalscaler_pb2_grpc.ExternalScalerStub(self._channel)
         self._redis = connect(redis_url)

@@ -11,6 +11,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from twostep.errors import TwostepError
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.call_signing import CallSigner, introduced
 from twostep.rpc.channel import channel_options
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
@@ -51,7 +52,7 @@ class Probes:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def worker(self, address: str, secret: bytes, *, check_integrity: bool = False) -> WorkerState | None:
+    async def worker(self, address: str, secret: DeploymentSecret, *, check_integrity: bool = False) -> WorkerState | None:
         """Asked of a worker's own port; None if it does not answer. `check_integrity`: it looks at all of its blocks, which takes it
         milliseconds, or a second if it has millions."""
         try:

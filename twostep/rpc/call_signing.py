@@ -2,7 +2,7 @@
 
 A signature names who calls, and one life of one worker (its id and epoch, as its record in Redis and its tickets have them):
 
-    twostep-call-bin: caller, worker id, epoch, HMAC-SHA256 of the three under a key of its own
+    twostep-call-bin: caller, worker id, epoch, HMAC-SHA256 of the three under a key of its own (while the secret is changed, under two)
 
 It is made once for each channel, and no clock is asked. One that was overheard is of use at that worker only, and until it starts again or
 changes its role; against being overheard there is TLS. A call that is meant for another life is refused with UNAVAILABLE: look again.
@@ -12,8 +12,6 @@ Whoever is refused for want of a signature is told which worker refused, so that
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import struct
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -23,14 +21,13 @@ import grpc
 import grpc.aio
 
 from twostep.errors import CHALLENGE, Unauthenticated, Unavailable
-from twostep.keys.secret import purpose_key
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.channel import Signature, SignedChannel, error_from_rpc, open_channel
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 from twostep.settings.tls import PLAINTEXT, TlsFiles
 
 HEADER = "twostep-call-bin"
 _PURPOSE = "twostep.call.v1"
-_MAC_BYTES = 32
 _ASK_S = 5.0
 # Signatures that verified, so that each is worked out once; those of a deployment are fewer.
 _MAX_KNOWN = 4096
@@ -39,19 +36,21 @@ Life = tuple[str, int]
 
 
 class CallSigner:
-    def __init__(self, secret: bytes, caller: str) -> None:
+    def __init__(self, secret: DeploymentSecret, caller: str) -> None:
         """`caller`: the process's own id. Workers share their places out among callers."""
-        self._key = purpose_key(secret, _PURPOSE)
+        self._keys = secret.keys_for(_PURPOSE)
         self._caller = caller
 
     def sign(self, worker_id: str, epoch: int) -> Signature:
         """Metadata of calls to that life of that worker."""
         said = b"".join(map(_counted, (self._caller, worker_id, str(epoch))))
-        return ((HEADER, said + hmac.digest(self._key, said, hashlib.sha256)),)
+        return ((HEADER, said + self._keys.sign(said)),)
 
 
 @asynccontextmanager
-async def channel_to_worker(address: str, secret: bytes, *, caller: str, tls: TlsFiles = PLAINTEXT) -> AsyncIterator[grpc.aio.Channel]:
+async def channel_to_worker(
+    address: str, secret: DeploymentSecret, *, caller: str, tls: TlsFiles = PLAINTEXT
+) -> AsyncIterator[grpc.aio.Channel]:
     """For who knows an address alone: a channel whose calls are signed for whatever life of a worker answers there now. Raises Unavailable,
     and what else its error says."""
     async with open_channel(address, tls=tls) as channel:
@@ -74,9 +73,9 @@ async def introduced(channel: grpc.aio.Channel, signer: CallSigner) -> grpc.aio.
 class CallGate:
     """A worker's: which calls are for its present life, and signed."""
 
-    def __init__(self, secret: bytes, life: Callable[[], Life]) -> None:
+    def __init__(self, secret: DeploymentSecret, life: Callable[[], Life]) -> None:
         """`life`: the worker's id, and its epoch now."""
-        self._key = purpose_key(secret, _PURPOSE)
+        self._keys = secret.keys_for(_PURPOSE)
         self._life = life
         self._known: dict[bytes, tuple[str, Life]] = {}
 
@@ -92,8 +91,8 @@ class CallGate:
         return caller
 
     def _verified(self, told: str | bytes, life: Life) -> tuple[str, Life]:
-        said, mac = told[:-_MAC_BYTES], told[-_MAC_BYTES:]
-        if not isinstance(said, bytes) or not isinstance(mac, bytes) or not hmac.compare_digest(mac, self._mac(said)):
+        said, mac = _said_and_mac(told) if isinstance(told, bytes) else (b"", b"")
+        if not self._keys.is_signed(said, mac):
             wrong = "is not signed" if not told else "is signed with another secret"
             raise Unauthenticated(
                 f"the call {wrong}: worker {life[0]} serves its own deployment only; give it and whoever calls the same --secret-file",
@@ -103,11 +102,8 @@ class CallGate:
         found = caller, _life_in(rest)
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self._known[bytes(said + mac)] = found
+        self._known[said + mac] = found
         return found
-
-    def _mac(self, said: bytes) -> bytes:
-        return hmac.digest(self._key, said, hashlib.sha256)
 
 
 def challenge_in(metadata: Iterable[tuple[str, Any]] | None) -> Life | None:
@@ -119,6 +115,16 @@ def challenge_in(metadata: Iterable[tuple[str, Any]] | None) -> Life | None:
             except (struct.error, ValueError) as error:
                 raise Unavailable("what answers there is no worker that is known here; give a worker's address") from error
     return None
+
+
+def _said_and_mac(told: bytes) -> tuple[bytes, bytes]:
+    """The three counted texts, and what follows them. Of anything else, nothing: it is signed by nobody."""
+    end = 0
+    for _ in range(3):
+        if len(told) < end + 4:
+            return b"", b""
+        end += 4 + int(struct.unpack_from("<I", told, end)[0])
+    return told[:end], told[end:]
 
 
 def _life_in(data: bytes) -> Life:

@@ -5,8 +5,6 @@ The right to change a role has whoever holds the deployment secret: a pass is si
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import struct
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,6 +13,7 @@ import grpc
 import grpc.aio
 
 from twostep.errors import Unauthenticated, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.rpc.channel import error_from_rpc
 from twostep.rpc.v1 import worker_pb2, worker_pb2_grpc
 
@@ -38,25 +37,28 @@ class RolePass:
     mac: bytes = b""
 
     @classmethod
-    def issue(cls, secret: bytes, *, worker_id: str, epoch: int, role: str, drain_timeout_s: float) -> RolePass:
+    def issue(cls, secret: DeploymentSecret, *, worker_id: str, epoch: int, role: str, drain_timeout_s: float) -> RolePass:
         expires = time.time_ns() // 1_000_000 + int(PASS_LIFE_S * 1000)
         unsigned = cls(worker_id=worker_id, epoch=epoch, role=role, drain_timeout_s=drain_timeout_s, expires_unix_ms=expires)
-        return replace(unsigned, mac=unsigned._mac(secret))
+        return unsigned.signed(secret)
 
-    def verify(self, secret: bytes, *, worker_id: str, epoch: int) -> None:
+    def signed(self, secret: DeploymentSecret) -> RolePass:
+        return replace(self, mac=secret.keys.sign(self._text()))
+
+    def verify(self, secret: DeploymentSecret, *, worker_id: str, epoch: int) -> None:
         """Raises Unauthenticated (forged, or too old) and Unavailable (meant for another worker or life)."""
-        if not hmac.compare_digest(self.mac, self._mac(secret)):
+        if not secret.keys.is_signed(self._text(), self.mac):
             raise Unauthenticated("only holders of the deployment secret may change a worker's role: give the worker's own --secret-file")
         if not 0 <= time.time_ns() // 1_000_000 < self.expires_unix_ms:
             raise Unauthenticated("the call's time is up; set the machines' clocks")
         if (self.worker_id, self.epoch) != (worker_id, epoch):
             raise Unavailable(f"the call is for {self.worker_id} of epoch {self.epoch}, this is {worker_id} of {epoch}; look again")
 
-    def _mac(self, secret: bytes) -> bytes:
+    def _text(self) -> bytes:
         names = [text.encode("utf-8", "surrogatepass") for text in (self.worker_id, self.role)]
         canonical = b"".join(struct.pack("<Q", len(name)) + name for name in names)
         canonical += struct.pack("<QdQ", self.epoch, self.drain_timeout_s, self.expires_unix_ms)
-        return hmac.new(secret, _DOMAIN + canonical, hashlib.sha256).digest()
+        return _DOMAIN + canonical
 
     def to_proto(self) -> worker_pb2.SwitchRoleRequest:
         return worker_pb2.SwitchRoleRequest(**asdict(self))
@@ -79,7 +81,7 @@ async def who_is(channel: grpc.aio.Channel) -> worker_pb2.WorkerStats:
 
 
 async def switch_role(
-    channel: grpc.aio.Channel, secret: bytes, *, role: str, drain_timeout_s: float, worker: worker_pb2.WorkerStats | None = None
+    channel: grpc.aio.Channel, secret: DeploymentSecret, *, role: str, drain_timeout_s: float, worker: worker_pb2.WorkerStats | None = None
 ) -> worker_pb2.SwitchRoleResponse:
     """Returns when the worker serves `role`; running requests may end within `drain_timeout_s` before. `worker`: what it has said of
     itself, if that was asked. Raises Unauthenticated (another secret), Incompatible (it cannot, and has kept its role), Unavailable (it

@@ -63,6 +63,12 @@ class ServiceSettings(LogSettings):
 
     redis_url: str = setting(DEFAULT_REDIS_URL, "where workers register", metavar="URL")
     secret_file: Path | None = setting(None, "deployment secret, the same file on every process", metavar="FILE", file=FileKind.READ)
+    former_secret_file: Path | None = setting(
+        None,
+        "while the secret is being changed: the one before, which is accepted and signed with, too (docs/access.md)",
+        metavar="FILE",
+        file=FileKind.READ,
+    )
     host: str = setting("0.0.0.0", "address to listen on")
     health_port: int | None = setting(None, "plaintext health-only port; the gRPC port + 1 if not given, -1 for none", OPTIONAL_PORT)
     metrics_port: int | None = setting(None, "plaintext HTTP, GET /metrics; the gRPC port + 2 if not given, -1 for none", OPTIONAL_PORT)

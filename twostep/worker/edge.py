@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from twostep.cluster.records import MeasuredHandOver
 from twostep.engine.types import LayerProgress, StepOutput
 from twostep.errors import TwostepError, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.metrics.registry import MetricsRegistry
 from twostep.process.tracing import Tracer
 from twostep.rpc.server import GrpcServer
@@ -64,7 +65,7 @@ class EdgeParts:
     config: WorkerConfig
     worker_id: str
     epoch: int
-    secret: bytes = field(repr=False)
+    secret: DeploymentSecret = field(repr=False)
     engine: EnginePort
     reader: RequestReader
     address: Callable[[], str]

@@ -37,7 +37,7 @@ def run_worker(role: str, argv: Sequence[str] | None, load_edge: Callable[[], Ca
     # As in kv_transfer/engine_process.py.
     gc.disable()
     try:
-        secret = load_secret(config.secret_file)
+        secret = load_secret(config.secret_file, former=config.former_secret_file)
         check_files(config)
         check_ports(config)
         starting = start_up(since=begun, json_lines=config.log_json)

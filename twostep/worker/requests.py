@@ -13,6 +13,7 @@ import numpy.typing as npt
 from twostep.cluster.records import LayoutRecord
 from twostep.engine.types import EngineRequest, FinishReason, PromptScores, TokenOutput
 from twostep.errors import InvalidRequest
+from twostep.keys.secret import DeploymentSecret
 from twostep.pooling import Pooling
 from twostep.prefix import derive_key
 from twostep.rpc.convert import class_from_proto, sampling_from_proto
@@ -45,7 +46,7 @@ def attempt_id(request_id: str, attempt: int) -> str:
 class RequestReader:
     """Makes engine requests; what only the engine can judge (vocabulary, context, pool, grammars) is left to it."""
 
-    secret: bytes = field(repr=False)
+    secret: DeploymentSecret = field(repr=False)
     layout: LayoutRecord
     eos_token_ids: frozenset[int]
 

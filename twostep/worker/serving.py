@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from twostep.cluster.epochs import first_epoch
+from twostep.keys.secret import DeploymentSecret
 from twostep.process.startup import StartUp
 from twostep.rpc import event_loop
 from twostep.rpc.collector import collect_in_quiet_moments
@@ -32,7 +33,9 @@ EXIT_OK = 0
 EXIT_ENGINE_FAILED = 1
 
 
-def serve(config: WorkerConfig, child: EngineChild | None, secret: bytes, make_edge: Callable[[EdgeParts], Edge], starting: StartUp) -> int:
+def serve(
+    config: WorkerConfig, child: EngineChild | None, secret: DeploymentSecret, make_edge: Callable[[EdgeParts], Edge], starting: StartUp
+) -> int:
     """Returns the exit code: 0 after a drain, 1 if the engine failed. `child`: the engine's process; None: the engine is in this one.
     Raises SetupError."""
     try:
@@ -79,7 +82,9 @@ def _loaded(config: WorkerConfig, child: EngineChild | None, starting: StartUp) 
             model.ranks.close()
 
 
-async def _serve(config: WorkerConfig, engine: EnginePort, secret: bytes, make_edge: Callable[[EdgeParts], Edge], start: StartUp) -> int:
+async def _serve(
+    config: WorkerConfig, engine: EnginePort, secret: DeploymentSecret, make_edge: Callable[[EdgeParts], Edge], start: StartUp
+) -> int:
     stop = stop_event(config.drain_timeout)
     starting = asyncio.create_task(_started(config, engine, secret, make_edge))
     stopping = asyncio.create_task(stop.wait())
@@ -108,7 +113,7 @@ async def _serve(config: WorkerConfig, engine: EnginePort, secret: bytes, make_e
     return EXIT_ENGINE_FAILED if worker.engine_failed.is_set() else EXIT_OK
 
 
-async def _started(config: WorkerConfig, engine: EnginePort, secret: bytes, make_edge: Callable[[EdgeParts], Edge]) -> Worker:
+async def _started(config: WorkerConfig, engine: EnginePort, secret: DeploymentSecret, make_edge: Callable[[EdgeParts], Edge]) -> Worker:
     """Returns a worker that is ready and registered. Raises SetupError."""
     worker = Worker(config, engine, secret, make_edge, await first_epoch(config.redis_url))
     await worker.start()

@@ -28,8 +28,7 @@ from twostep.cluster.registration import Registration
 from twostep.engine.config import prompt_room
 from twostep.engine.types import StepOutput
 from twostep.errors import InternalError, InvalidRequest, SetupError, Unavailable
-from twostep.keys.secret import vouch
-from twostep.prefix import secret_check
+from twostep.keys.secret import DeploymentSecret, secret_check, vouch
 from twostep.rpc.call_signing import CallGate
 from twostep.rpc.health import READINESS
 from twostep.rpc.server import GrpcServer, ServerConfig
@@ -62,7 +61,9 @@ class RoleConflict(Exception):
 class Worker:
     """`config`, `epoch` and `edge` are those of its life in the role that it has now."""
 
-    def __init__(self, config: WorkerConfig, engine: EnginePort, secret: bytes, make_edge: Callable[[EdgeParts], Edge], epoch: int) -> None:
+    def __init__(
+        self, config: WorkerConfig, engine: EnginePort, secret: DeploymentSecret, make_edge: Callable[[EdgeParts], Edge], epoch: int
+    ) -> None:
         """`make_edge` makes that of `parts.config.role`, which may change. `epoch` of its first life (twostep/cluster/epochs.py). Needs a
         running event loop. Raises SetupError."""
         self.worker_id = config.worker_id or f"{config.role}-{socket.gethostname()}-{config.grpc_port or os.getpid()}"
@@ -391,7 +392,7 @@ class Worker:
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """The Worker service: what this worker holds right now, for operators and tests, and its change of roles."""
 
-    def __init__(self, worker: Worker, secret: bytes) -> None:
+    def __init__(self, worker: Worker, secret: DeploymentSecret) -> None:
         """`secret` is the deployment's, whose holders may change the worker's role."""
         self._worker = worker
         self._secret = secret
