@@ -32,6 +32,7 @@ from twostep.cluster.shared_connection import SharedConnection
 from twostep.cluster.signed import RESPONSES, Signer
 from twostep.cluster.stored import read_stored
 from twostep.errors import DeadlineExceeded, Unauthenticated, Unavailable
+from twostep.keys.secret import DeploymentSecret
 from twostep.process.bounded_threads import BoundedThreads
 from twostep.rpc.v1 import inference_pb2 as pb
 
@@ -99,7 +100,7 @@ class ResponseStore:
     def __init__(
         self,
         redis: SharedConnection,
-        secret: bytes,
+        secret: DeploymentSecret,
         *,
         ttl_s: float,
         total_bytes: int,
