@@ -79,7 +79,7 @@ async def test_the_deployments_secret_changes_under_load(tiny_llama_dir: Path) -
         fleet.api_key, key = make_key()
         async with Redis.from_url(fleet.redis_url) as store:
             await RedisKeys(store, former).put(key)
-            await fleet.start(dict.fromkeys(halves[0] + halves[1], SHORT_S))
+            await fleet.start(dict.fromkeys(halves[0] + halves[1], LONG_S))
             async with SteadyLoad(fleet.targets, cases, num_clients=6, api_key=fleet.api_key) as load:
                 update = Update(fleet, load, print)
                 fleet.change_secret()
