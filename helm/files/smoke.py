@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from twostep import Client, TwostepError
 from twostep.keys.api_keys import system_key
+from twostep.keys.secret import load_secret
 
 PROMPT = "Say hello."
 MAX_TOKENS = 4
@@ -37,7 +38,7 @@ class Smoke:
         self._ca, self._cert, self._key = (environ.get(name) or None for name in ("TLS_CA", "TLS_CERT", "TLS_KEY"))
         self._service = environ.get("HEALTH_SERVICE", "readiness")
         secret = environ.get("SECRET_FILE")
-        self._api_key = system_key(Path(secret).read_bytes().strip()) if secret else None
+        self._api_key = system_key(load_secret(Path(secret))) if secret else None
 
     def health(self, timeout: float) -> str:
         with self._channel() as channel:

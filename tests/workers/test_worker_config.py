@@ -68,7 +68,7 @@ def test_secrets_that_are_none_are_refused_and_white_space_does_not_count(tmp_pa
     with pytest.raises(SetupError, match="--secret-file"):
         load_secret(path)
     path.write_bytes(b" 0123456789abcdef\n")
-    assert load_secret(path) == b"0123456789abcdef"
+    assert load_secret(path).own == b"0123456789abcdef"
 
 
 def test_a_real_model_and_a_fake_one_with_its_name(tiny_llama_dir: Path) -> None:
