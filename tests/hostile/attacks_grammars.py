@@ -116,7 +116,11 @@ async def _after_one(target: Target, path: str, much: Sequence[dict[str, Any]], 
         status = await _ask(neighbour, target, path, **little)
         took_s, done = time.monotonic() - begun, sum(task.done() for task in asking) - before
         assert status == 200, status
-        statuses = await asyncio.gather(*asking)
+        # The others need not be waited for: what they take of the processor is the attacker's own.
+        statuses = [task.result() for task in asking if task.done()]
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
     assert done <= most, f"{done} of {len(much)} came before a neighbour's, which took {took_s:.2f} s"
     return f"{some(statuses, 200, 400, 429)}; a neighbour's took {took_s:.2f} s"
 
@@ -136,7 +140,7 @@ async def _many_known_grammars(target: Target) -> str:
     def body(number: int) -> dict[str, Any]:
         return {"prompt": "x", "structured_outputs": {"json": {"type": "integer", "multipleOf": number}}}
 
-    much = [body(60_013 + 2 * i) for i in range(12)]
+    much = [body(30_011 + 2 * i) for i in range(8)]
     async with session_of(target) as http:
         statuses = [await _ask(http, target, TEXT, **each) for each in much]
     assert set(statuses) == {200}, statuses
