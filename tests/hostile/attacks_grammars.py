@@ -150,13 +150,15 @@ async def _many_known_grammars(target: Target) -> str:
 
 
 async def _many_renders(target: Target) -> str:
-    turns = [{"role": "user" if i % 2 == 0 else "assistant", "content": "a < b " * 20} for i in range(600)]
-    return await _after_one(target, "/tokenize", [{"messages": turns}] * 40, {"messages": turns[:150]}, most=10)
+    # Short enough by their own texts, so that all of them are rendered.
+    turns = [{"role": "user" if i % 2 == 0 else "assistant", "content": "<"} for i in range(2000)]
+    return await _after_one(target, "/tokenize", [{"messages": turns}] * 40, {"messages": turns[:120]}, most=10)
 
 
 async def _many_bodies(target: Target) -> str:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1500} for _ in range(8)]
-    return await _after_one(target, "/tokenize", [{"messages": parts}] * 40, {"messages": parts}, most=10)
+    few = [{"role": "user", "content": [{"type": "text", "text": ""}] * 800}]
+    return await _after_one(target, "/tokenize", [{"messages": parts}] * 40, {"messages": few}, most=10)
 
 
 async def _letters(target: Target) -> str:
