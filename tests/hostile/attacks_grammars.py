@@ -144,9 +144,8 @@ async def _many_known_grammars(target: Target) -> str:
     async with session_of(target) as http:
         statuses = [await _ask(http, target, TEXT, **each) for each in much]
     assert set(statuses) == {200}, statuses
-    return await _after_one(
-        target, TEXT, much * 2, {"prompt": "x", "structured_outputs": {"regex": f"[0-9]+{time.time_ns()}"}}, most=len(much)
-    )
+    new = {"prompt": "x", "structured_outputs": {"regex": f"[0-9]+{time.time_ns()}"}}
+    return await _after_one(target, TEXT, much * 3, new, most=12)
 
 
 async def _many_renders(target: Target) -> str:
