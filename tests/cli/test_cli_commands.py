@@ -254,13 +254,18 @@ def test_up_with_a_port_in_use_or_no_redis(model_dir: Path, temporary: Path) -> 
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_up_with_a_model_that_is_none_shows_the_log_and_leaves_nothing(model_dir: Path) -> None:
+def test_up_with_a_model_that_is_none_shows_the_log_and_leaves_nothing(model_dir: Path, tmp_path: Path) -> None:
     """Neither files nor processes are left, Ray's among them, which run when the start fails."""
-    # Router and workers wait here for a writer, as the file is a pipe.
-    broken = model_dir / "generation_config.json"
-    os.mkfifo(broken)
+    (model_dir / "generation_config.json").write_text("{")
+    # Router and workers wait for a writer of this pipe before they import anything.
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nif {{'router', 'prefill_worker', 'decode_worker'}}.intersection(sys.orig_argv):\n    open({str(gate)!r}).read()\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
     words = ["up", "--runner", "fake", "--model", str(model_dir), "--port", "0", "--start-timeout", "200", "--drain-timeout", "1"]
-    with subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         assert process.stdout is not None
         try:
             said = []
@@ -271,12 +276,11 @@ def test_up_with_a_model_that_is_none_shows_the_log_and_leaves_nothing(model_dir
             assert "ray: ready" in said[-1], "".join(said)
             started = psutil.Process(process.pid).children(recursive=True)
             assert all(any(name in words_of(child) for child in started) for name in ("gcs_server", "raylet"))
-            waited_for = os.open(broken, os.O_RDWR)
-            os.write(waited_for, b"{")
-            # Who comes later finds the same.
-            (model_dir / "as-a-file").write_text("{")
-            (model_dir / "as-a-file").replace(broken)
-            os.close(waited_for)
+            opened = os.open(gate, os.O_RDWR)
+            # A process that comes later passes too.
+            (tmp_path / "open-gate").touch()
+            (tmp_path / "open-gate").replace(gate)
+            os.close(opened)
             said += process.stdout
             assert process.wait(DEADLINE_S) == 1
         finally:

@@ -64,7 +64,7 @@ def test_images_are_built_here_or_pinned_by_digest(compose: dict[str, Any]) -> N
 def test_the_chart_runs_the_same_redis(compose: dict[str, Any]) -> None:
     """deploy/pin-base-images finds the chart's digest by the one of compose.yaml."""
     image = yaml.safe_load((CHECKOUT / "helm/values.yaml").read_text())["image"]["redis"]
-    assert compose["services"]["redis"]["image"] == f"{image['repository']}:{image['tag']}@{image['digest']}"
+    assert compose["services"]["redis"]["image"] == f"{image['registry']}/{image['repository']}:{image['tag']}@{image['digest']}"
 
 
 def test_what_serves_others_says_whether_it_is_well(compose: dict[str, Any]) -> None:

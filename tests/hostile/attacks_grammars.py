@@ -157,6 +157,9 @@ async def _many_renders(target: Target) -> str:
 async def _many_bodies(target: Target) -> str:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1500} for _ in range(8)]
     few = [{"role": "user", "content": [{"type": "text", "text": ""}] * 800}]
+    # Processes start with the first bodies that need them, for each caller two at most. How long a start takes is no matter of turns.
+    async with session_of(target) as http, session_of(target, target.neighbour_key) as neighbour:
+        await asyncio.gather(*(_ask(each, target, "/tokenize", messages=few) for each in (http, http, neighbour, neighbour)))
     return await _after_one(target, "/tokenize", [{"messages": parts}] * 40, {"messages": few}, most=10)
 
 
