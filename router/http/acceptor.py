@@ -1,5 +1,5 @@
-"""Takes new connections of a port, so many in a turn of the event loop. The event loop's own server takes all that there are in one turn,
-so that a client who opens thousands at once holds up everybody else."""
+"""Accepts new connections of a port, a bounded number in each turn of the event loop. The event loop's own server accepts all pending
+connections in one turn, so a client that opens thousands at once delays all others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Acceptor:
         return int(self._sockets[0].getsockname()[1])
 
     def close(self) -> None:
-        """Takes no more; those that are there go on. Idempotent."""
+        """Stops accepting; open connections go on. Idempotent."""
         for sock in self._sockets:
             self._loop.remove_reader(sock.fileno())
             sock.close()

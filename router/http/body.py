@@ -1,4 +1,4 @@
-"""What a body of a request is made of: strict types, fields that are refused by name, and errors that name a field."""
+"""The base of all request bodies: strict types, fields that are refused by name, and errors that name a field."""
 
 from __future__ import annotations
 

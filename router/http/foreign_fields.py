@@ -22,7 +22,7 @@ _TEXT = "models here read text; leave it out"
 
 
 class ForeignFields(Body):
-    """Of whatever generates text."""
+    """Fields of every endpoint that generates text."""
 
     # The form of an answer.
     guided_json: Annotated[Any, Unsupported("use structured_outputs.json")] = None
@@ -127,7 +127,7 @@ class ForeignFields(Body):
 
 
 class ForeignChatFields(Body):
-    """Of chats."""
+    """Fields of chat endpoints."""
 
     system: Annotated[Any, Unsupported("send a message of the role system", unless="")] = None
     input_ids: Annotated[Any, Unsupported("send token ids to /v1/completions, as `prompt`", unless=[])] = None
@@ -146,7 +146,7 @@ class ForeignChatFields(Body):
 
 
 class ForeignEmbeddingFields(Body):
-    """Of embeddings."""
+    """Fields of embedding endpoints."""
 
     input_type: Annotated[Any, Unsupported("write what the model expects before each input into `input`")] = None
     task: Annotated[Any, Unsupported("write what the model expects before each input into `input`")] = None

@@ -401,7 +401,7 @@ class Reasoning(Body):
     """true: as `include_reasoning` false of a chat."""
     max_tokens: Annotated[Any, Unsupported("no budget is kept here; bound the whole answer")] = None
     summary: str | None = None
-    """Ignored: reasoning is told as it is."""
+    """Accepted and ignored: reasoning is always returned in full."""
 
 
 class Thinking(Body):

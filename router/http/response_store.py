@@ -218,7 +218,7 @@ class ResponseStore:
     # ---- its life --------------------------------------------------------------------------------------------------------
 
     def forget_key(self, key_id: str) -> None:
-        """Deletes all that a key has stored, soon: nobody can read it any more."""
+        """Deletes all answers of a key in the background; they cannot be read any more."""
         self._gone.add(key_id)
 
     async def run(self) -> None:
@@ -281,7 +281,7 @@ class ResponseStore:
                 answer = await ask()
         except (RedisError, OSError, TimeoutError) as error:
             if isinstance(error, TimeoutError) and seconds < WAIT_S:
-                message = "the request's time was over before Redis told its stored answers; give it more"
+                message = "the request's deadline passed before Redis returned the stored answers; raise the deadline"
                 raise DeadlineExceeded(message) from error
             self._open_until = self._clock() + _PAUSE_S
             reason = str(error) or "no answer in time"

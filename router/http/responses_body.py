@@ -97,7 +97,7 @@ class FlatToolChoice(AllowedFunction):
     """`type`: `function` or `allowed_tools`."""
 
     mode: str | None = Field(default=None, max_length=64)
-    """Of allowed tools: `auto` or `required`."""
+    """Returns the mode of `allowed_tools`: `auto` or `required`."""
     tools: Annotated[list[AllowedFunction], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 

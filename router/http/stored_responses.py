@@ -48,7 +48,7 @@ async def input_tokens(request: web.Request) -> web.Response:
 @Described("A stored answer.")
 async def retrieve(request: web.Request) -> web.Response:
     if request.query.get("stream", "").lower() in ("true", "1"):
-        raise HttpError(400, "stream: stored answers are told whole; leave it out", param="stream", code="unsupported_parameter")
+        raise HttpError(400, "stream: stored answers are returned whole; leave it out", param="stream", code="unsupported_parameter")
     return web.Response(text=(await _stored(request)).response, content_type="application/json")
 
 

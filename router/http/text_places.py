@@ -1,4 +1,4 @@
-"""Where tokens begin in the text of a completion: `text_offset` of its log probabilities. Pure."""
+"""Finds the place in the text at which each token of a completion begins: `text_offset` of its log probabilities. Pure."""
 
 from __future__ import annotations
 

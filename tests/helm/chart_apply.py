@@ -40,7 +40,7 @@ class Applied:
         self.fields.update(new)
 
     def update(self, manager: str, path: FieldPath, value: Any) -> None:
-        """What an HPA and `kubectl scale` do: a value that changes is the manager's from then on."""
+        """Updates a field as an HPA or `kubectl scale` does: its manager owns the field from then on."""
         if self.fields.get(path) != value:
             for owned in self._owned.values():
                 owned.discard(path)

@@ -92,7 +92,7 @@ HELD = merged(AUTOSCALED, {"autoscaling": {"holdReplicas": True}})
 
 
 def owned_number(deployment: Object) -> Object:
-    """What docs/kubernetes.md has the operator apply by another manager."""
+    """Returns the object that the operator applies by another manager (docs/kubernetes.md)."""
     return {**{name: deployment[name] for name in ("apiVersion", "kind")}, "spec": {"replicas": deployment["spec"]["replicas"]}}
 
 
@@ -128,7 +128,7 @@ def test_a_scaler_that_moved_meanwhile_owns_the_number() -> None:
 
 
 def test_without_the_hand_over_the_number_would_become_1() -> None:
-    """What this is all for; and that the stand-in of the API server would show it."""
+    """Without the hand-over pods are lost, and the stand-in of the API server shows it."""
     cluster = Applied()
     for values in (HELD, AUTOSCALED):
         cluster.apply("gitops", render(values).one("Deployment", "-prefill"))

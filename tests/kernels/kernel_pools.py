@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def tolerance(dtype: torch.dtype, *, roundings: int = 1) -> dict[str, Any]:
-    """Of numbers about as large as 1, rounded so many times to the format, behind a float32 sum."""
+    """Returns the tolerance for numbers of about 1 that were summed in float32 and rounded to the format `roundings` times."""
     step = roundings * unit(dtype) + 32 * unit(torch.float32)
     return {"rtol": step, "atol": step}
 

@@ -1,4 +1,4 @@
-"""What a key of config.json counts as when it is absent, or null: the same as for transformers, for every family and every key it reads."""
+"""Absent and null keys of config.json count as for transformers, for every family and every key that its parser reads."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def changed(config: dict[str, Any], path: tuple[str, ...], *value: Any) -> dict[
 
 
 def matters(reader: Reader, config: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Whether another value of this key makes another model, or none."""
+    """Returns whether another value of this key makes another model, or none."""
     inner = parent_of(config, path) or {}
     value = inner.get(path[-1])
     others = [not value] if isinstance(value, bool) else [2 * value + 1] if isinstance(value, (int, float)) else [True, 7, "other"]
@@ -204,7 +204,7 @@ def test_other_layouts_of_rope(family: str, reader: Reader) -> None:
 
 
 def turning(config: ModelConfig) -> int:
-    """How many of a head's numbers turn."""
+    """Returns how many of a head's numbers RoPE rotates."""
     assert config.rope is not None
     return config.latent.rope if config.latent is not None else config.rope.dim or config.head_dim
 

@@ -1,4 +1,4 @@
-"""What coding agents and default paths of SDKs send: hosted tools, namespaces, long names, allowed tools, documents, no model."""
+"""Coding agents and SDKs on their default paths are served: hosted tools, namespaces, long names, allowed tools, documents, no model."""
 
 # ruff: noqa: F811  # fixtures of another file
 

@@ -290,7 +290,7 @@ async def test_a_stop_string_in_a_call_is_no_finished_call(
 async def test_a_stop_string_leaves_a_part_of_a_response(
     hermes: Cluster, answer: str, stop: str, fields: dict[str, Any], status: str
 ) -> None:
-    """Of reasoning, and of JSON. Plain text ends there as the client wishes."""
+    """Reasoning and JSON that a stop string cuts are incomplete. Plain text ends there as the client wishes."""
     answer_with(hermes, answer)
     async with served(hermes) as http:
         whole = await post(http, RESPONSES, max_output_tokens=200, stop=stop, **fields)

@@ -101,7 +101,7 @@ async def test_half_of_what_redis_may_have(shared: SharedConnection, redis_clien
 
 
 class Model:
-    """What should be kept: of each owner, names by age, with their sizes."""
+    """The model: for each owner the names by age, with their sizes."""
 
     def __init__(self, owner_bytes: int, total_bytes: int) -> None:
         self.owner_bytes, self.total_bytes = owner_bytes, total_bytes

@@ -1,4 +1,4 @@
-"""What an operator may say of the served model: the names that clients ask for, and the chat template."""
+"""Operators set the names that clients ask for, and the chat template."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def test_a_conversation_by_its_last_answer(hermes: Cluster) -> None:
 
 
 async def test_items_by_reference(hermes: Cluster) -> None:
-    """What the Vercel AI SDK sends in its second turn."""
+    """The Vercel AI SDK's second turn refers to items of the first."""
     answer_with(hermes, EVERYTHING)
     async with served(hermes) as http:
         first = await ask(http, tools=OPENAI_TOOLS)

@@ -173,11 +173,11 @@ class Fleet:
         return load_secret(self._secret, former=self._former)
 
     def change_secret(self) -> None:
-        """What is started from now on has a new one, and accepts the former."""
+        """Gives a new secret to processes started from now on; they accept the former one too."""
         self._secret, self._former = self._new_secret(), self._secret
 
     def forget_former_secret(self) -> None:
-        """What is started from now on has the new one alone."""
+        """Gives the new secret alone to processes started from now on."""
         self._former = None
 
     def _new_secret(self) -> Path:

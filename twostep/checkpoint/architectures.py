@@ -57,5 +57,5 @@ def take_architecture(fields: Fields) -> str:
 
 
 def _names() -> dict[str, str]:
-    """Of MODEL_TYPES, by themselves and by the name of the decoder without its head."""
+    """Returns the names in MODEL_TYPES, and the name of each decoder without its head."""
     return {re.sub("(ForCausalLM|LMHeadModel)$", "Model", name): name for name in MODEL_TYPES} | {name: name for name in MODEL_TYPES}

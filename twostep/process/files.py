@@ -1,4 +1,4 @@
-"""Whether the files and folders of settings can be used, before anything is started or loaded for a process that could not use them."""
+"""Tries the files and folders of settings before anything is started or loaded."""
 
 from __future__ import annotations
 

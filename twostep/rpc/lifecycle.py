@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 # Native code that holds the interpreter's lock lets no Python thread look. faulthandler's timer needs no lock, but it counts the time for
 # which the process was stopped (SIGSTOP, a debugger), so it gets this multiple of the limit.
 _LOCKED = 3.0
-# A log that nobody reads must not keep the process.
+# A full log pipe must not keep the process alive.
 _LAST_WORD_S = 2.0
 
 
@@ -52,7 +52,7 @@ def stop_event(drain_timeout_s: float) -> asyncio.Event:
 
 
 class Silence:
-    """How long a loop has not turned, as looks from a thread find it. Pure: times are arguments."""
+    """Measures for how long an event loop has not turned, as a watching thread sees it. Pure: times are arguments."""
 
     def __init__(self, limit_s: float, now: float) -> None:
         self._limit_s = limit_s

@@ -24,7 +24,7 @@ _SETTING, _GROUP = "setting", "group"
 
 
 class FileKind(Enum):
-    """What a process does with the path of a setting: it reads the file, appends to it, or keeps files in the folder."""
+    """The use of a path setting: the process reads the file, appends to it, or keeps files in the folder."""
 
     READ, WRITTEN, FOLDER = range(3)
 

@@ -92,7 +92,7 @@ class _Maker:
         return f"(({tagged}){'+' if node.get('at_least_one') else '*'} TEXT)"
 
     def _inside(self, tag: Mapping[str, Any], path: str, depth: int) -> str:
-        """What follows a tag's beginning."""
+        """Returns the rule for the text behind a tag's beginning."""
         content, ends = tag.get("content"), tag.get("end", "")
         ends = ends if isinstance(ends, list) else [ends]
         if isinstance(content, dict) and content.get("type") == "any_text" and any(ends):

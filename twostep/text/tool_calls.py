@@ -73,7 +73,7 @@ class ToolCallParser:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the answer was cut off in a call. Known after `finish`."""
+        """Returns whether the answer was cut off within a call. Valid after `finish`."""
         return self._reader.unfinished
 
     def push(self, text: str) -> list[Event]:
