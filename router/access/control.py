@@ -212,6 +212,7 @@ class Access:
         for account in gone:
             if account.key.id not in self._accounts:
                 account.end(Unauthenticated("this API key was revoked; ask whoever runs this for another"))
+                self.on_gone(account.key.id)
         for account in self._passing:
             if (useless := self._useless(account.key)) is not None:
                 account.end(useless)
@@ -233,5 +234,3 @@ class Access:
         if unknown:
             # Others may have served them already; and a file that was empty for a moment is no new day.
             self._share.recall(unknown)
-        for key_id in gone:
-            self.on_gone(key_id)

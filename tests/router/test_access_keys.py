@@ -317,12 +317,15 @@ async def test_a_key_that_was_away_for_a_moment_has_used_what_it_used(
     await access.start()
     with access.account(both[0].id).calling(), access.account(both[0].id).spending(300) as spending:
         spending.placed = True
+    gone: list[str] = []
+    access.on_gone = gone.append
     lines = (tmp_path / "keys").read_text()
     (tmp_path / "keys").write_text("")
     await access.refresh()
     assert not access.accounts()
     (tmp_path / "keys").write_text(f"{lines}{both[1].to_json()}\n")
     await access.refresh()
+    assert not gone, "what belongs to a key is kept"
     for key, num_tokens, num_requests in ((both[0], 330, 4), (both[1], 30, 3)):
         told = access.account(key.id).usage()
         assert (told["tokens_this_day"], told["tokens_this_minute"]) == (num_tokens, num_tokens)
