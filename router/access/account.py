@@ -141,7 +141,7 @@ class Account:
     def __init__(self, key: Key, on_use: OnUse = lambda *_: None, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.key, self._on_use, self._monotonic = key, on_use, monotonic
         self.num_calls = 0
-        # Answers under way, and why each of those that were ended was.
+        # Answers under way, and the error that ended each answer that was ended.
         self._answering: dict[asyncio.Task[object], TwostepError | None] = {}
         limits = key.limits
         self._requests, self._tokens = Bucket(limits.requests_per_minute), Bucket(limits.tokens_per_minute)

@@ -273,7 +273,7 @@ class ResponsesDialect(Dialect):
         return place if block.kind is Kind.CALL else place | {"content_index": 0}
 
     def _called(self, block: Block) -> dict[str, str]:
-        """Returns the name of the function, as the client has it."""
+        """Returns the function's name as the client sent it."""
         namespace = self._namespaces.get(block.name)
         if namespace is None:
             return {"name": block.name}

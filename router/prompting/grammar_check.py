@@ -29,7 +29,7 @@ from twostep.text.grammar_probe import terms_to_json
 log = logging.getLogger(__name__)
 
 _MAX_PROBES = 2
-# One of the two is there for whoever comes next.
+# Of the two processes, so that the other one is free for the next caller.
 _MAX_PROBES_EACH = 1
 _MAX_WAITING = 128
 # Of the processor. A grammar takes milliseconds; thousands of properties some tenths of a second.

@@ -104,7 +104,7 @@ class HelperProcess:
             raise Lost(TIME if status == -signal.SIGPROF else MEMORY, status) from error
 
     def _computed(self) -> Sequence[bytes]:
-        """Returns what the kernel has counted of its time, of which only changes matter."""
+        """Returns the process's CPU time as the kernel counts it; only differences are meaningful."""
         try:
             return Path(f"/proc/{self._process.pid}/stat").read_bytes().rpartition(b")")[2].split()[11:13]
         except OSError:
